@@ -1,0 +1,39 @@
+"""What a split kernel hands to a combine kernel, and the one fold that merges it.
+
+Online softmax and its merge: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867,
+algorithm 3; split over KV as in Dao et al., "Flash-Decoding" (2023).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+class SplitPartials(NamedTuple):
+    """Partials of the splits of each row; float32, an empty split is `(0, -inf, 0)`, a poisoned one all NaN.
+
+    Attributes:
+      o: f32[..., head_dim_v]. Unnormalised output, `sum(exp2(s - m) * v)`.
+      m: f32[...]. Largest logit in base 2.
+      l: f32[...]. `sum(exp2(s - m))`.
+    """
+
+    o: jax.Array
+    m: jax.Array
+    l: jax.Array  # noqa: E741 - the paper's name
+
+
+def rescale(m: jax.Array, m_new: jax.Array) -> jax.Array:
+    """`exp2(m - m_new)` for `m <= m_new`; 0 where both are empty, so that nothing comes of `-inf - -inf`."""
+    return jnp.where(m_new == -jnp.inf, 0.0, jnp.exp2(m - m_new))
+
+
+def fold(acc: SplitPartials, part: SplitPartials) -> SplitPartials:
+    """Folds the next split into the ones before it. Not associative: split order is part of the bits."""
+    m = jnp.maximum(acc.m, part.m)
+    a, b = rescale(acc.m, m), rescale(part.m, m)
+    return SplitPartials(o=acc.o * a[..., None] + part.o * b[..., None], m=m, l=acc.l * a + part.l * b)

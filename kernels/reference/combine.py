@@ -1,0 +1,56 @@
+"""Combine kernel of the reference backend: a left fold over the splits of each row, in split order."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold
+
+
+def combine(
+    partials: SplitPartials,  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l f32[batch, q_len, num_splits, num_q_heads]
+    sinks: jax.Array | None,  # f32[num_q_heads]
+    *,
+    out_dtype: str,
+) -> tuple[jax.Array, jax.Array]:  # [batch, q_len, num_q_heads, head_dim_v], f32[batch, q_len, num_q_heads]
+    """Merges the partials of each row and normalises once, as `kernels/README.md` has it."""
+    batch, q_len, num_splits, num_q_heads, head_dim_v = partials.o.shape
+    flat = SplitPartials(*(x.reshape(batch * q_len, *x.shape[2:]) for x in partials))
+
+    def combine_row(row: jax.Array, result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # The row is copied out first, so that the fold below has one shape whatever the batch is.
+        parts = lax.optimization_barrier(
+            SplitPartials(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in flat))
+        )
+        acc = lax.fori_loop(
+            1,
+            num_splits,
+            lambda s, acc: fold(
+                acc, SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))
+            ),
+            SplitPartials(*(x[0] for x in parts)),
+        )
+        if sinks is not None:
+            # A sink is one more logit whose value is 0: folded once, after every split.
+            sink = SplitPartials(o=jnp.zeros_like(acc.o), m=sinks * LOG2E, l=jnp.ones_like(acc.l))
+            acc = fold(acc, sink)
+        out = jnp.where(acc.l[..., None] == 0, 0.0, acc.o / acc.l[..., None]).astype(out_dtype)
+        lse = (acc.m + jnp.log2(acc.l)) * LN2
+        outs, lses = result
+        zero = jnp.int32(0)
+        return (
+            lax.dynamic_update_slice(outs, out[None], (row, zero, zero)),
+            lax.dynamic_update_slice(lses, lse[None], (row, zero)),
+        )
+
+    rows = lax.optimization_barrier(jnp.int32(batch * q_len))
+    out, lse = lax.fori_loop(
+        0,
+        rows,
+        combine_row,
+        (
+            jnp.zeros((batch * q_len, num_q_heads, head_dim_v), out_dtype),
+            jnp.zeros((batch * q_len, num_q_heads), jnp.float32),
+        ),
+    )
+    return out.reshape(batch, q_len, num_q_heads, head_dim_v), lse.reshape(batch, q_len, num_q_heads)

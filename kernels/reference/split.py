@@ -1,0 +1,116 @@
+"""Split kernel of the reference backend: pure JAX that walks the plan's split tree.
+
+Every row is computed by one loop body whose shapes come from the plan alone: the compiler has nothing of the batch, the
+table's width or the pool to choose a reduction by.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale
+from splitk_jax.plan import DecodePlan
+
+
+def split(
+    q: jax.Array,  # [batch, q_len, num_q_heads, head_dim]
+    k_pages: jax.Array,  # [num_pages, page_size, num_kv_heads, head_dim]
+    v_pages: jax.Array,  # [num_pages, page_size, num_kv_heads, head_dim_v]
+    block_tables: jax.Array,  # i32[batch, max_pages_per_seq]
+    seq_lens: jax.Array,  # i32[batch]
+    sm_scale: jax.Array,  # f32[]
+    *,
+    plan: DecodePlan,
+    window: int | None,
+    softcap: float | None,
+) -> SplitPartials:  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l f32[batch, q_len, num_splits, num_q_heads]
+    """Computes the partials of every split of every row, as `kernels/README.md` has it."""
+    batch, q_len, num_q_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads, _ = k_pages.shape
+    group, head_dim_v = num_q_heads // num_kv_heads, v_pages.shape[-1]
+    capacity = min(block_tables.shape[1] * page_size, plan.max_tokens)
+    q = q.reshape(batch * q_len, num_kv_heads, group, head_dim)
+
+    def attend_row(row: jax.Array, partials: SplitPartials) -> SplitPartials:
+        seq, position = row // q_len, row % q_len
+        seq_len, table = _at(seq_lens, seq), _at(block_tables, seq)
+        # A row attends up to its own position: the very row that a one-token call there would be.
+        own_len = seq_len - (q_len - 1 - position)
+        length_ok = (seq_len >= 0) & (own_len <= capacity)
+        own_len = jnp.where(length_ok, jnp.maximum(own_len, 0), 0)
+        edges = plan.edges(own_len, window=window, xp=jnp)
+        q_row = _at(q, row).astype(jnp.float32)
+
+        def attend_split(s: jax.Array, partials: SplitPartials) -> SplitPartials:
+            low = jnp.maximum(edges.start, edges.origin + s * edges.span)
+            high = jnp.minimum(edges.origin + (s + 1) * edges.span, own_len)
+
+            def step(carry: tuple[jax.Array, SplitPartials]) -> tuple[jax.Array, SplitPartials]:
+                token, acc = carry
+                tokens = token + lax.iota(jnp.int32, plan.step_kv)
+                live = tokens < high
+                pages = table.at[tokens // page_size].get(mode="fill", fill_value=-1)
+                page_ok = (pages >= 0) & (pages < num_pages)
+                # No address is formed from an unchecked id; a bad live one poisons this row and no other.
+                poison = jnp.where(jnp.any(live & ~page_ok), jnp.nan, 0.0).astype(jnp.float32)
+                live &= page_ok
+                pages, slots = jnp.where(live, pages, 0), tokens % page_size
+                k = k_pages[pages, slots].astype(jnp.float32)  # [step_kv, num_kv_heads, head_dim]
+                # Masked by select, not by a zero weight: 0 * NaN is NaN.
+                v = jnp.where(live[:, None, None], v_pages[pages, slots], 0).astype(jnp.float32)
+                logits = _dot("hgd,thd->hgt", q_row, k) * sm_scale
+                if softcap is not None:
+                    logits = softcap * jnp.tanh(logits / softcap)
+                logits = jnp.where(live, logits * LOG2E, -jnp.inf)
+                m = jnp.maximum(acc.m, jnp.max(logits, axis=-1)) + poison
+                p = rescale(logits, m[..., None])
+                a = rescale(acc.m, m)
+                o = acc.o * a[..., None] + _dot("hgt,thd->hgd", p, v)
+                return token + plan.step_kv, SplitPartials(o, m, acc.l * a + jnp.sum(p, axis=-1))
+
+            start = (low, _empty((num_kv_heads, group), head_dim_v))
+            _, part = lax.while_loop(lambda carry: carry[0] < high, step, start)
+            return _write(partials, (row, s), part)
+
+        # A row whose length cannot be served shows it in split 0; the fold carries NaN to the output.
+        partials = _write(
+            partials,
+            (row, jnp.int32(0)),
+            jax.tree.map(
+                lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v)
+            ),
+        )
+        return lax.fori_loop(edges.first, edges.stop, attend_split, partials)
+
+    # Behind a barrier the compiler cannot see a batch of one and unroll it into another program.
+    rows = lax.optimization_barrier(jnp.int32(batch * q_len))
+    empty = _empty((batch * q_len, plan.num_splits, num_kv_heads, group), head_dim_v)
+    partials = lax.fori_loop(0, rows, attend_row, empty)
+    lead = (batch, q_len, plan.num_splits, num_q_heads)
+    return SplitPartials(
+        o=partials.o.reshape(*lead, head_dim_v), m=partials.m.reshape(lead), l=partials.l.reshape(lead)
+    )
+
+
+def _empty(shape: tuple[int, ...], head_dim_v: int) -> SplitPartials:
+    return SplitPartials(
+        o=jnp.zeros((*shape, head_dim_v), jnp.float32),
+        m=jnp.full(shape, -jnp.inf, jnp.float32),
+        l=jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _at(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _write(partials: SplitPartials, at: tuple[jax.Array, jax.Array], part: SplitPartials) -> SplitPartials:
+    def put(whole: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(whole, x[None, None], (*at, *([jnp.int32(0)] * x.ndim)))
+
+    return SplitPartials(*map(put, partials, part))
+
+
+def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # HIGHEST: a GPU would otherwise multiply float32 as TF32.
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -1,0 +1,109 @@
+"""Paged decode attention: plan -> split -> combine."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from splitk_jax import checks
+from splitk_jax.kernels.reference.combine import combine
+from splitk_jax.kernels.reference.split import split
+from splitk_jax.plan import DecodePlan
+from splitk_jax.policy import check_sm_count
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    plan: DecodePlan,
+    sm_scale: float | jax.Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of the newest tokens of each sequence over its paged KV cache.
+
+    The new tokens' keys and values are in the pages already (`KVPages.append`). Query `t` of `q_len` sits at position
+    `seq_len - q_len + t` and attends up to itself.
+
+    Args:
+      q: [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim]; the plan's q_dtype.
+      k_pages: [num_pages, page_size, num_kv_heads, head_dim]; the plan's kv_dtype.
+      v_pages: [num_pages, page_size, num_kv_heads, head_dim_v]; the plan's kv_dtype.
+      block_tables: i32[batch, max_pages_per_seq]. Page of each logical page; entries of live pages in
+        [0, num_pages), the rest ignored.
+      seq_lens: i32[batch]. Tokens of each sequence including the new ones; 0 for an empty slot.
+      plan: what to launch; static.
+      sm_scale: f32 scalar that the logits are multiplied by; `head_dim ** -0.5` when None. May be traced.
+      window: tokens that a query attends, itself included; static; None for all.
+      softcap: logits become `softcap * tanh(logits / softcap)` after the scale and before the mask; static; None or 0
+        for none.
+      sinks: f32[num_q_heads]. One logit a head, not scaled or capped, counted once in the denominator.
+      k_scale, v_scale: scales of a quantised cache; not served yet.
+      return_lse: also return the log-sum-exp.
+
+    Returns:
+      out: q's shape with head_dim_v lanes, q's dtype. With `return_lse`, (out, lse): lse is f32 of q's shape without
+      its last axis, natural log, over the scaled and capped logits and the sink. A row that attends no token has
+      out 0 and lse -inf (with sinks: the sink's logit). A row with seq_len below 0 or above what its table holds, or
+      with a live page id outside [0, num_pages), is NaN, and no other row is touched.
+
+    Raises:
+      ValueError, TypeError: an argument that is not accepted, naming it, what was got and what is accepted.
+      NotImplementedError: what no backend of this build serves.
+
+    Note:
+      For equal `plan.fingerprint()` every row's bits depend on its own query, own live K/V values and own length
+      alone: not on the batch, neighbours, table width, page ids, pool size or dead entries; and a row of a q_len > 1
+      call has the bits of a one-token call at its position.
+    """
+    arrays, options = checks.decode_arguments(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        seq_lens,
+        plan=plan,
+        sm_scale=sm_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
+        check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
+    out, lse = _decode(*arrays, plan=plan, **options)
+    if jnp.ndim(q) == 3:
+        out, lse = out[:, 0], lse[:, 0]
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "window", "softcap"))
+def _decode(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sm_scale: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    plan: DecodePlan,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    if q.shape[0] == 0:
+        return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
+    partials = split(
+        q, k_pages, v_pages, block_tables, seq_lens, sm_scale, plan=plan, window=window, softcap=softcap
+    )
+    return combine(partials, sinks, out_dtype=plan.q_dtype)

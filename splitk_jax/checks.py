@@ -1,0 +1,196 @@
+"""Every shape, dtype and argument check of the public functions, at trace time, once.
+
+Array values cannot be seen here: the kernels turn a bad live page id or length into NaN for its own row, and
+`validate_batch` says which and why.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splitk_jax.plan import MAX_TOKENS, DecodePlan
+from splitk_jax.target import KV_DTYPES, whole_number
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """Takes a JAX or numpy array, without a silent cast.
+
+    Raises:
+      TypeError: anything else.
+    """
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name} must be a jax or numpy array, got {type(x).__name__}")
+    return jnp.asarray(x, dtype=_canonical(name, x))
+
+
+def _canonical(name: str, x: Any) -> Any:
+    # Without x64, jnp.asarray would narrow these without a word.
+    if x.dtype in (np.int64, np.uint64, np.float64) and not isinstance(x, jax.Array):
+        raise TypeError(f"{name}.dtype={x.dtype} is not accepted: cast it yourself (int32 or float32)")
+    return x.dtype
+
+
+def require_dtype(name: str, x: jax.Array, *accepted: str) -> None:
+    if x.dtype.name not in accepted:
+        raise TypeError(f"{name}.dtype={x.dtype.name} must be {' or '.join(accepted)}; it is not cast for you")
+
+
+def require_shape(name: str, x: jax.Array, expected: tuple[int | str, ...]) -> None:
+    """Checks rank and the axes given as numbers; axes given as names are free but at least 1."""
+    wanted = "[" + ", ".join(str(n) for n in expected) + "]"
+    if x.ndim != len(expected):
+        raise ValueError(f"{name} must be {wanted}, got shape {list(x.shape)} of rank {x.ndim}")
+    for axis, (got, want) in enumerate(zip(x.shape, expected, strict=True)):
+        if isinstance(want, int) and got != want:
+            raise ValueError(f"{name}.shape[{axis}]={got} must be {want}: expected {wanted}, got {list(x.shape)}")
+        if isinstance(want, str) and got == 0:
+            raise ValueError(f"{name}.shape[{axis}]=0 must be at least 1: expected {wanted}, got {list(x.shape)}")
+
+
+def require_plan(plan: Any) -> None:
+    if not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan must be a DecodePlan (policy.plan(...)), a static value, got {type(plan).__name__}")
+
+
+def decode_arguments(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    plan: Any,
+    sm_scale: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Checks a decode call.
+
+    Returns:
+      The arrays, q as [batch, q_len, num_q_heads, head_dim] and sm_scale as f32[] among them, and the static options.
+
+    Raises:
+      ValueError, TypeError: an argument that is not accepted. NotImplementedError: quantised KV.
+    """
+    require_plan(plan)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise NotImplementedError(
+                f"{name}={scale!r}: quantised KV is served by no backend of this build ({plan.backend} was planned):"
+                f" leave {name} out and hold pages in one of {', '.join(KV_DTYPES)}"
+            )
+    q = as_array("q", q)
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            "q must be [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], got shape"
+            f" {list(q.shape)}"
+        )
+    heads = (plan.num_q_heads, plan.head_dim)
+    if q.ndim == 3:
+        require_shape("q", q, (q.shape[0], *heads))
+        q = q[:, None]
+    require_shape("q", q, (q.shape[0], "q_len", *heads))
+    batch = q.shape[0]
+    if batch > plan.row_capacity:
+        raise ValueError(
+            f"q.shape[0]={batch} is above the plan's row capacity {plan.row_capacity}: plan with a larger"
+            " max_decode_seqs (or num_seqs under adaptive)"
+        )
+    require_dtype("q", q, plan.q_dtype)
+
+    k_pages, v_pages = as_array("k_pages", k_pages), as_array("v_pages", v_pages)
+    require_shape("k_pages", k_pages, ("num_pages", plan.page_size, plan.num_kv_heads, plan.head_dim))
+    require_shape("v_pages", v_pages, (k_pages.shape[0], plan.page_size, plan.num_kv_heads, plan.head_dim_v))
+    require_dtype("k_pages", k_pages, plan.kv_dtype)
+    require_dtype("v_pages", v_pages, plan.kv_dtype)
+    block_tables, seq_lens = table_arguments(block_tables, seq_lens, batch=batch, page_size=plan.page_size)
+
+    if sm_scale is None:
+        sm_scale = plan.head_dim**-0.5
+    sm_scale = scalar("sm_scale", sm_scale)
+    if window is not None:
+        window = whole_number("window", window)
+    if softcap is not None:
+        softcap = _softcap(softcap)
+    if sinks is not None:
+        sinks = as_array("sinks", sinks)
+        require_shape("sinks", sinks, (plan.num_q_heads,))
+        require_dtype("sinks", sinks, "float32")
+    return (q, k_pages, v_pages, block_tables, seq_lens, sm_scale, sinks), {"window": window, "softcap": softcap}
+
+
+def table_arguments(block_tables: Any, seq_lens: Any, *, batch: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Checks the two index arrays of a batch."""
+    block_tables, seq_lens = as_array("block_tables", block_tables), as_array("seq_lens", seq_lens)
+    require_dtype("block_tables", block_tables, "int32")
+    require_dtype("seq_lens", seq_lens, "int32")
+    require_shape("block_tables", block_tables, (batch, "max_pages_per_seq"))
+    require_shape("seq_lens", seq_lens, (batch,))
+    if block_tables.shape[1] * page_size > MAX_TOKENS:
+        raise ValueError(
+            f"block_tables.shape[1]={block_tables.shape[1]} pages of {page_size} tokens are above the {MAX_TOKENS}"
+            " tokens that a sequence may have"
+        )
+    return block_tables, seq_lens
+
+
+def scalar(name: str, x: Any) -> jax.Array:
+    """A positive number, Python's or an array of rank 0, as f32[]; a traced one cannot be looked at.
+
+    Raises:
+      TypeError: not a real number. ValueError: not finite and positive, or an array of another rank.
+    """
+    if isinstance(x, bool) or not isinstance(x, int | float | jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name}={x!r} must be a number or an array of rank 0, got {type(x).__name__}")
+    if getattr(x, "ndim", 0):
+        raise ValueError(f"{name} must be a number or an array of rank 0, got shape {list(x.shape)}")
+    if isinstance(x, int | float) and not (math.isfinite(x) and x > 0):
+        raise ValueError(f"{name}={x!r} must be finite and above 0")
+    if not isinstance(x, int | float) and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}.dtype={x.dtype} must be a float")
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def _softcap(x: Any) -> float | None:
+    if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
+        raise TypeError(f"softcap={x!r} must be a static number or None, got {type(x).__name__}")
+    if not (math.isfinite(x) and x >= 0):
+        raise ValueError(f"softcap={x!r} must be finite and above 0; None or 0 is no cap")
+    return float(x) or None
+
+
+def validate_batch(block_tables: Any, seq_lens: Any, *, num_pages: int, page_size: int) -> None:
+    """Looks at the values of a batch on the host and says what a kernel could only turn into NaN.
+
+    A debugging aid: it waits for the arrays, and no library function calls it.
+
+    Args:
+      block_tables: i32[batch, max_pages_per_seq].
+      seq_lens: i32[batch], tokens.
+      num_pages: pages of the pool.
+      page_size: tokens of a page.
+
+    Raises:
+      ValueError: the first row with a length outside the table or a live page id outside the pool, naming both.
+    """
+    whole_number("num_pages", num_pages)
+    page_size = whole_number("page_size", page_size)
+    tables = np.asarray(as_array("block_tables", block_tables))
+    table_arguments(block_tables, seq_lens, batch=tables.shape[0], page_size=page_size)
+    capacity = tables.shape[1] * page_size
+    for row, seq_len in enumerate(np.asarray(seq_lens)):
+        if not 0 <= seq_len <= capacity:
+            raise ValueError(f"seq_lens[{row}]={seq_len} is outside [0, {capacity}], what its block table can hold")
+        live = tables[row, : -(-int(seq_len) // page_size)]
+        bad = np.flatnonzero((live < 0) | (live >= num_pages))
+        if bad.size:
+            raise ValueError(
+                f"block_tables[{row}, {bad[0]}]={live[bad[0]]} is live (seq_lens[{row}]={seq_len}) and outside"
+                f" [0, {num_pages}), the pages of the pool"
+            )

@@ -1,0 +1,57 @@
+"""Merging of attention states over disjoint KV: a shared prefix and its suffixes, or shards of a context."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from splitk_jax import checks
+
+
+def merge_states(
+    outs: jax.Array | Sequence[jax.Array], lses: jax.Array | Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Merges attention outputs computed over disjoint sets of keys, as one attention over all of them.
+
+    States are folded in the order given, in float32, with one cast at the end; sinks belong in one of them only.
+
+    Args:
+      outs: states of [..., head_dim] each, as a sequence or stacked on a leading axis; one float dtype.
+      lses: f32[...] each, natural log, in the same order. -inf is an empty state, whose out is not read; +inf
+        outweighs every finite state, several of them weigh the same.
+
+    Returns:
+      (out, lse): [..., head_dim] in the dtype of outs, and f32[...]. All empty gives 0 and -inf.
+
+    Raises:
+      ValueError, TypeError: no states, counts, shapes or dtypes that differ.
+    """
+    outs = [checks.as_array(f"outs[{i}]", x) for i, x in enumerate(outs)]
+    lses = [checks.as_array(f"lses[{i}]", x) for i, x in enumerate(lses)]
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"len(outs)={len(outs)} and len(lses)={len(lses)} must be equal and at least 1")
+    if not outs[0].ndim:
+        raise ValueError("outs must be states of [..., head_dim], got a scalar")
+    checks.require_dtype("outs[0]", outs[0], "float32", "bfloat16", "float16")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        checks.require_shape(f"outs[{i}]", out, outs[0].shape)
+        checks.require_dtype(f"outs[{i}]", out, outs[0].dtype.name)
+        checks.require_shape(f"lses[{i}]", lse, outs[0].shape[:-1])
+        checks.require_dtype(f"lses[{i}]", lse, "float32")
+    return _merge(outs, lses)
+
+
+@jax.jit
+def _merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    largest = lses[0]
+    for lse in lses[1:]:
+        largest = jnp.maximum(largest, lse)
+    total = jnp.zeros_like(largest)
+    merged = jnp.zeros(outs[0].shape, jnp.float32)
+    for out, lse in zip(outs, lses, strict=True):
+        # Equal infinities weigh 1 apart from -inf, whose out may hold anything.
+        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.where(lse == largest, 1.0, jnp.exp(lse - largest)))
+        total += weight
+        merged += jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
+    out = jnp.where(total[..., None] == 0, 0.0, merged / total[..., None])
+    return out.astype(outs[0].dtype), jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))

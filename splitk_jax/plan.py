@@ -1,0 +1,423 @@
+"""Plans: a policy applied to a model's static shape, and the split tree that it fixes.
+
+A split's edges depend on the plan and on the row's own length, nothing else: not on the batch, the block-table width,
+page ids or the pool's size. That is the domain of the invariance guarantee.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from splitk_jax import report
+from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
+from splitk_jax.target import KV_DTYPES, whole_number
+
+TREE_VERSION = 1
+"""Moves when the split rules or the fold change, since bits move with them."""
+
+MAX_TOKENS = 1 << 30
+"""Tokens that one block-table row may hold: span arithmetic stays inside int32 below it."""
+
+REPORT_BATCHES = (1, 4, 16, 64)
+REPORT_CONTEXTS = (256, 1024, 4096, 16384, 65536, 131072)
+
+
+class SplitEdges(NamedTuple):
+    """Where the splits of one row lie: split `s` in [first, stop) covers
+    `[max(start, origin + s * span), min(origin + (s + 1) * span, seq_len))`; every other split is empty.
+    """
+
+    start: Any
+    origin: Any
+    span: Any
+    first: Any
+    stop: Any
+
+
+def split_edges(
+    seq_len: Any,
+    *,
+    num_splits: int,
+    min_kv_per_split: int,
+    block_kv: int,
+    split_size: int | None,
+    window: int | None,
+    xp: Any = np,
+) -> SplitEdges:
+    """The split tree of a row, from its own length.
+
+    Args:
+      seq_len: the row's tokens, 0 to `MAX_TOKENS`; a scalar or an array of `xp`.
+      num_splits: the plan's.
+      min_kv_per_split: tokens.
+      block_kv: tokens; edges under the count rules lie at multiples of it from the span's start.
+      split_size: tokens, under `fixed_size`; None under the count rules.
+      window: tokens that the row attends, the current one included; None for all.
+      xp: numpy on the host, `jax.numpy` on a device: one text serves both.
+    """
+    start = seq_len * 0 if window is None else xp.maximum(seq_len - window, 0)
+    if split_size is not None:
+        # Edges at absolute multiples: a shared prefix keeps its partials as the sequence grows.
+        return SplitEdges(start, start * 0, start * 0 + split_size, start // split_size, -(-seq_len // split_size))
+    length = seq_len - start
+    active = xp.clip(-(-length // min_kv_per_split), 1, num_splits)
+    span = xp.maximum(-(--(-length // active) // block_kv), 1) * block_kv
+    # Rounding the span up can leave the last of `active` splits empty: stop at the last that is not.
+    return SplitEdges(start, start, span, start * 0, -(-length // span))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """What a launch is: plain ints and strings, the one static argument of the op.
+
+    Equal plans share one compilation; the policy that a plan came from takes no part in equality.
+
+    Attributes:
+      num_q_heads, num_kv_heads, head_dim, head_dim_v, page_size (tokens), q_dtype, kv_dtype: the model's shape.
+      row_capacity: sequences that one launch may hold; more are refused.
+      num_splits: splits of the longest sequences.
+      min_kv_per_split: tokens; sequences under `num_splits` times this use fewer splits.
+      split_size: tokens, under `fixed_size`; None under the other rules.
+      block_kv: tokens; the granularity of split edges.
+      step_kv: tokens that the reference backend loads at once.
+      heads_per_cta: query heads of one KV head that one CTA packs.
+      ctas: CTAs that one sequence launches at one split, `num_kv_heads * ceil(group / heads_per_cta)`.
+      backend: the kernels that serve it.
+      policy: where it came from.
+      max_decode_seqs, num_seqs, max_seq_len: the arguments that it was made with, for reports.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    q_dtype: str
+    kv_dtype: str
+    row_capacity: int
+    num_splits: int
+    min_kv_per_split: int
+    split_size: int | None
+    block_kv: int
+    step_kv: int
+    heads_per_cta: int
+    ctas: int
+    backend: str
+    policy: Policy = field(compare=False, repr=False)
+    max_decode_seqs: int = field(compare=False)
+    num_seqs: int = field(compare=False)
+    max_seq_len: int | None = field(compare=False)
+
+    @classmethod
+    def make(
+        cls,
+        policy: Policy,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        max_decode_seqs: int,
+        q_dtype: Any = "bfloat16",
+        kv_dtype: Any = "bfloat16",
+        head_dim_v: int | None = None,
+        num_seqs: int | None = None,
+        max_seq_len: int | None = None,
+    ) -> "DecodePlan":
+        """Applies `policy` to a model's static shape.
+
+        Args:
+          policy: the rule.
+          num_q_heads: query heads, a multiple of `num_kv_heads`.
+          num_kv_heads: KV heads.
+          head_dim: lanes of a query and a key.
+          page_size: tokens of a page.
+          max_decode_seqs: the most sequences that a launch holds.
+          q_dtype, kv_dtype: float32, bfloat16 or float16, as a name or a dtype.
+          head_dim_v: lanes of a value; `head_dim` when None.
+          num_seqs: the static batch bucket, read by `legacy` and `adaptive` only; `max_decode_seqs` when None.
+          max_seq_len: tokens; the longest KV that a launch attends to (block-table width * page_size). Needed by
+            `adaptive` and `fixed_size`, read by no other rule.
+
+        Returns:
+          The plan.
+
+        Raises:
+          ValueError, TypeError: an argument that is not accepted, naming it, what was got and what is accepted.
+          NotImplementedError: a dtype, or a shape without a tile, that no backend of this build serves.
+        """
+        num_q_heads = whole_number("num_q_heads", num_q_heads)
+        num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        if num_q_heads % num_kv_heads:
+            raise ValueError(f"num_q_heads={num_q_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+        head_dim = whole_number("head_dim", head_dim, 1, 4096)
+        head_dim_v = head_dim if head_dim_v is None else whole_number("head_dim_v", head_dim_v, 1, 4096)
+        page_size = whole_number("page_size", page_size, 1, MAX_TOKENS)
+        max_decode_seqs = whole_number("max_decode_seqs", max_decode_seqs)
+        num_seqs = max_decode_seqs if num_seqs is None else whole_number("num_seqs", num_seqs)
+        if max_seq_len is not None:
+            max_seq_len = whole_number("max_seq_len", max_seq_len, 1, MAX_TOKENS)
+        if policy.rule == "adaptive" and num_seqs > max_decode_seqs:
+            raise ValueError(f"num_seqs={num_seqs} must be at most max_decode_seqs={max_decode_seqs}")
+        q_dtype, kv_dtype = dtype_name("q_dtype", q_dtype), dtype_name("kv_dtype", kv_dtype)
+        tile = policy.tile(head_dim, kv_dtype)
+        ctas = num_kv_heads * ceil_div(num_q_heads // num_kv_heads, tile.heads_per_cta)
+        if policy.rule == "adaptive":
+            row_capacity = num_seqs
+        elif policy.rule == "legacy":
+            row_capacity = max(num_seqs, max_decode_seqs)
+        else:
+            row_capacity = max_decode_seqs
+        return cls(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            page_size=page_size,
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            row_capacity=row_capacity,
+            num_splits=num_splits(
+                policy,
+                ctas=ctas,
+                num_q_heads=num_q_heads,
+                num_seqs=num_seqs,
+                max_decode_seqs=max_decode_seqs,
+                max_seq_len=max_seq_len,
+            ),
+            min_kv_per_split=policy.min_kv_per_split,
+            split_size=policy.split_size if policy.rule == "fixed_size" else None,
+            block_kv=tile.block_kv,
+            step_kv=tile.step_kv,
+            heads_per_cta=tile.heads_per_cta,
+            ctas=ctas,
+            backend=policy.backend,
+            policy=policy,
+            max_decode_seqs=max_decode_seqs,
+            num_seqs=num_seqs,
+            max_seq_len=max_seq_len,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that the tree can hold; longer rows come out NaN."""
+        return MAX_TOKENS if self.split_size is None else min(self.num_splits * self.split_size, MAX_TOKENS)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether no batch that this policy is asked for moves a sequence's bits."""
+        if self.policy.rule == "legacy":
+            return self.num_seqs <= self.max_decode_seqs
+        return self.policy.rule != "adaptive"
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
+        slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
+        return slots * (self.head_dim_v + 2) * 4
+
+    def edges(self, seq_len: Any, *, window: int | None = None, xp: Any = np) -> SplitEdges:
+        """`split_edges` under this plan."""
+        return split_edges(
+            seq_len,
+            num_splits=self.num_splits,
+            min_kv_per_split=self.min_kv_per_split,
+            block_kv=self.block_kv,
+            split_size=self.split_size,
+            window=window,
+            xp=xp,
+        )
+
+    def split_bounds(self, seq_len: int, *, window: int | None = None) -> list[tuple[int, int]]:
+        """The tokens `[low, high)` of each of the `num_splits` splits of a row; empty ones are `(0, 0)`.
+
+        Args:
+          seq_len: tokens of the row.
+          window: tokens that it attends, the current one included; None for all.
+
+        Raises:
+          ValueError: `seq_len` is not in [0, max_tokens].
+        """
+        seq_len = whole_number("seq_len", seq_len, 0, self.max_tokens)
+        start, origin, span, first, stop = (int(x) for x in self.edges(np.int64(seq_len), window=window))
+        return [
+            (max(start, origin + s * span), min(origin + (s + 1) * span, seq_len)) if first <= s < stop else (0, 0)
+            for s in range(self.num_splits)
+        ]
+
+    def fingerprint(self) -> str:
+        """A name for the bits that this plan gives: equal fingerprints promise equal bits, different ones nothing.
+
+        Over the tree and its version, the tile, the backend, the target's hardware and the versions of splitk_jax,
+        jax and jaxlib. Starts no backend.
+        """
+        target = self.policy.target
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        facts |= {
+            "tree_version": TREE_VERSION,
+            "sm_count": self.policy.sm_count,
+            "hardware": None if target is None else (target.hardware_name, target.arch),
+            "versions": {name: metadata.version(name) for name in ("splitk_jax", "jax", "jaxlib")},
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def report(self) -> dict[str, Any]:
+        """What `explain` shows, as plain values for programs."""
+        policy, target = self.policy, self.policy.target
+        bandwidth = None if target is None else target.hbm_gb_per_s
+        token_bytes = self.num_kv_heads * (self.head_dim + self.head_dim_v) * _itemsize(self.kv_dtype)
+        batches = []
+        for batch in REPORT_BATCHES:
+            splits = num_splits(
+                policy,
+                ctas=self.ctas,
+                num_q_heads=self.num_q_heads,
+                num_seqs=batch,
+                max_decode_seqs=self.max_decode_seqs,
+                max_seq_len=self.max_seq_len,
+            )
+            unsplit = batch * self.ctas
+            batches.append(
+                {
+                    "batch": batch,
+                    "num_splits": splits,
+                    "ctas": unsplit * splits,
+                    "waves": round(unsplit * splits / policy.sm_count, 2),
+                    "unsplit_ctas": unsplit,
+                    "unsplit_waves": round(unsplit / policy.sm_count, 2),
+                }
+            )
+        contexts = []
+        for tokens in REPORT_CONTEXTS:
+            if tokens > self.max_tokens:
+                continue
+            edges = self.edges(np.int64(tokens))
+            contexts.append(
+                {
+                    "tokens": tokens,
+                    "active_splits": int(edges.stop),
+                    "tokens_per_split": int(min(edges.span, tokens)),
+                    "kv_bytes": tokens * token_bytes,
+                    "hbm_us": None if bandwidth is None else round(tokens * token_bytes / bandwidth / 1e3, 2),
+                }
+            )
+        return {
+            "target": None if target is None else target.name,
+            "hardware": None if target is None else target.hardware_name,
+            "arch": None if target is None else target.arch,
+            "sm_count": policy.sm_count,
+            "hbm_gb_per_s": bandwidth,
+            "l2_tokens": None if target is None or target.l2_mib is None else int(target.l2_mib * 2**20 / token_bytes),
+            "rule": policy.rule,
+            "formula": self._formula(),
+            "plan": {f.name: getattr(self, f.name) for f in fields(self) if f.name != "policy"},
+            "batch_invariant": self.batch_invariant,
+            "workspace_bytes": self.workspace_bytes,
+            "fingerprint": self.fingerprint(),
+            "batches": batches,
+            "contexts": contexts,
+            "settings": [{"key": k, "value": v, "origin": o} for k, v, o in policy.settings()],
+        }
+
+    def explain(self) -> str:
+        """The decision as a person reads it: why this split count, what it launches, and where each setting is from."""
+        facts = self.report()
+        target = self.policy.target
+        where = "no target" if target is None else f"{target.name}: {target.hardware_name}, {target.arch}"
+        invariant = "yes" if self.batch_invariant else "NO: the split count moves with the batch bucket"
+        lines = [
+            f"{where}, {self.policy.sm_count} SMs",
+            f"{self.num_q_heads} query heads, {self.num_kv_heads} KV heads, head_dim {self.head_dim}/{self.head_dim_v},"
+            f" page {self.page_size}, q {self.q_dtype}, KV {self.kv_dtype}, up to {self.row_capacity} sequences",
+            "",
+            f"num_splits       {self.num_splits} = {facts['formula']}",
+            f"CTAs a sequence  {self.ctas} = {self.num_kv_heads} KV heads * ceil(group {self.group} /"
+            f" {self.heads_per_cta} heads a CTA), at one split",
+            f"batch-invariant  {invariant}",
+            f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
+            f"workspace        {report.si_bytes(self.workspace_bytes)} of float32 partials",
+            f"fingerprint      {facts['fingerprint']}",
+            "",
+        ]
+        parts: list[Any] = [
+            "\n".join(lines),
+            report.table(
+                "by batch, all splits active",
+                ("batch", "splits", "CTAs", "waves", "unsplit CTAs", "unsplit waves"),
+                [list(row.values()) for row in facts["batches"]],
+                left=0,
+            ),
+            report.table(
+                "by context, one sequence",
+                ("tokens", "active splits", "tokens a split", "KV read", "us at peak bandwidth"),
+                [
+                    [c["tokens"], c["active_splits"], c["tokens_per_split"], report.si_bytes(c["kv_bytes"]), c["hbm_us"]]
+                    for c in facts["contexts"]
+                ],
+                left=0,
+            ),
+        ]
+        if facts["l2_tokens"] is not None and target is not None:
+            parts.append(
+                f"The {target.l2_mib:g} MiB L2 holds {facts['l2_tokens']} tokens of KV: a warm call on fewer can beat"
+                " the time at peak bandwidth.\n"
+            )
+        parts.append(report.table("settings", ("key", "value", "origin"), self.policy.settings(), left=3))
+        return report.render(*parts)
+
+    def _formula(self) -> str:
+        policy = self.policy
+        ceiling = f"max_splits {policy.max_splits}"
+        if policy.rule == "auto":
+            return (
+                f"clamp(ceil({policy.target_waves} waves * {policy.sm_count} SMs / {self.ctas} CTAs), 1, {ceiling})"
+            )
+        if policy.rule == "legacy":
+            return (
+                f"min({policy.sm_count} SMs // ({self.num_q_heads} query heads * max({self.num_seqs} sequences,"
+                f" {self.max_decode_seqs} rows)) or 1, {ceiling})"
+            )
+        if policy.rule == "adaptive":
+            return (
+                f"clamp(ceil({policy.target_ctas} CTAs / ({self.num_seqs} sequences * {self.ctas} CTAs)), 1,"
+                f" min({ceiling}, {self.max_seq_len} tokens // {policy.min_kv_per_split}))"
+            )
+        if policy.rule == "fixed_size":
+            return f"ceil({self.max_seq_len} tokens / {self.split_size} a split)"
+        return f"clamp({policy.splits} pinned, 1, {ceiling})"
+
+
+_QUANTISED = ("int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+
+
+def dtype_name(argument: str, dtype: Any) -> str:
+    """The name of a served dtype.
+
+    Raises:
+      TypeError: not a dtype. NotImplementedError: a quantised one. ValueError: any other that is not served.
+    """
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(KV_DTYPES)}") from None
+    if name in _QUANTISED:
+        raise NotImplementedError(
+            f"{argument}={name}: quantised KV is served by no backend of this build (reference): use one of"
+            f" {', '.join(KV_DTYPES)}"
+        )
+    if name not in KV_DTYPES:
+        raise ValueError(f"{argument}={name!r} is not served: accepted are {', '.join(KV_DTYPES)}")
+    return name
+
+
+def _itemsize(name: str) -> int:
+    return 4 if name == "float32" else 2
