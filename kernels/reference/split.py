@@ -55,17 +55,17 @@ def split(
                 poison = jnp.where(jnp.any(live & ~page_ok), jnp.nan, 0.0).astype(jnp.float32)
                 live &= page_ok
                 pages, slots = jnp.where(live, pages, 0), tokens % page_size
-                k = k_pages[pages, slots].astype(jnp.float32)  # [step_kv, num_kv_heads, head_dim]
+                k = _gather(k_pages, pages, slots)  # [num_kv_heads, step_kv, head_dim]
                 # Masked by select, not by a zero weight: 0 * NaN is NaN.
-                v = jnp.where(live[:, None, None], v_pages[pages, slots], 0).astype(jnp.float32)
-                logits = _dot("hgd,thd->hgt", q_row, k) * sm_scale
+                v = jnp.where(live[:, None], _gather(v_pages, pages, slots), 0.0)
+                logits = _dot("hgd,htd->hgt", q_row, k) * sm_scale
                 if softcap is not None:
                     logits = softcap * jnp.tanh(logits / softcap)
                 logits = jnp.where(live, logits * LOG2E, -jnp.inf)
                 m = jnp.maximum(acc.m, jnp.max(logits, axis=-1)) + poison
                 p = rescale(logits, m[..., None])
                 a = rescale(acc.m, m)
-                o = acc.o * a[..., None] + _dot("hgt,thd->hgd", p, v)
+                o = acc.o * a[..., None] + _dot("hgt,htd->hgd", p, v)
                 return token + plan.step_kv, SplitPartials(o, m, acc.l * a + jnp.sum(p, axis=-1))
 
             start = (low, _empty((num_kv_heads, group), head_dim_v))
@@ -102,6 +102,18 @@ def _empty(shape: tuple[int, ...], head_dim_v: int) -> SplitPartials:
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _gather(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """The tokens at (page, slot), head-major and float32."""
+    if pool.dtype.itemsize == 2:
+        # As integers: XLA's CPU backend gathers 16-bit floats five times slower than their bits.
+        tokens = lax.bitcast_convert_type(pool, jnp.uint16)[pages, slots]
+        tokens = lax.bitcast_convert_type(tokens, pool.dtype)
+    else:
+        tokens = pool[pages, slots]
+    # Behind the barrier the products below find plain row-major matrices, up to five times faster on a CPU.
+    return lax.optimization_barrier(tokens.astype(jnp.float32).transpose(1, 0, 2))
 
 
 def _write(partials: SplitPartials, at: tuple[jax.Array, jax.Array], part: SplitPartials) -> SplitPartials:
