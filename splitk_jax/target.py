@@ -277,20 +277,24 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         if key == "splits" and variable not in environ:
             source = SPLITS_ALIAS
         if source in environ:
-            overrides[key] = (_from_text(source, key, environ[source]), source)
+            overrides[key] = (override_from_text(f"environment variable {source}", key, environ[source]), source)
     for name in (ENV_TARGET, ENV_CONFIG_DIR):
         if name in environ and not environ[name].strip():
             raise ConfigError(f"environment variable {name}={environ[name]!r} is empty: set it or unset it")
     return Environment(target=environ.get(ENV_TARGET), config_dir=environ.get(ENV_CONFIG_DIR), overrides=overrides)
 
 
-def _from_text(variable: str, key: str, text: str) -> Any:
-    spec = OVERRIDES[key]
+def override_from_text(label: str, key: str, text: str) -> Any:
+    """Reads one override as a variable or a command line writes it.
+
+    Raises:
+      ConfigError: a text that is not accepted, naming `label`.
+    """
     value: Any = text
     # Exact decimal: int() would also take " 8", "+8" and "1_0".
-    if isinstance(spec.check, Whole) and re.fullmatch(r"0|[1-9][0-9]{0,9}", text):
+    if isinstance(OVERRIDES[key].check, Whole) and re.fullmatch(r"0|[1-9][0-9]{0,9}", text):
         value = int(text)
-    return _checked(f"environment variable {variable}", spec, value)
+    return _checked(label, OVERRIDES[key], value)
 
 
 def check_override(key: str, value: Any) -> Any:

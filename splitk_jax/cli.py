@@ -1,0 +1,149 @@
+"""The command line: `splitk-jax targets | show | explain`. Wants no device when a target is named."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from splitk_jax import report
+from splitk_jax.plan import DecodePlan
+from splitk_jax.policy import load_policy
+from splitk_jax.target import (
+    ENV_OVERRIDES,
+    ENV_PREFIX,
+    ConfigError,
+    Target,
+    load_targets,
+    override_from_text,
+    read_environment,
+)
+
+
+class _Refused(click.ClickException):
+    """A call that the library refuses: its message, and exit code 2."""
+
+    exit_code = 2
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, ValueError, TypeError, NotImplementedError) as e:
+            raise _Refused(str(e)) from e
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": report.WIDTH})
+@click.version_option(package_name="splitk_jax")
+def main() -> None:
+    """Paged split-K decode attention for JAX: see what a target decides, before anything compiles."""
+
+
+@main.command()
+@_as_json
+def targets(as_json: bool) -> None:
+    """List the targets: the packaged ones and those in SPLITK_JAX_CONFIG_DIR."""
+    found = load_targets(read_environment().config_dir)
+    if as_json:
+        click.echo(json.dumps([_target_facts(t) for t in found], indent=2))
+        return
+    rows = [
+        [t.name, t.hardware_name, t.arch, dict(t.settings)["backend"], dict(t.settings)["splits"], t.source]
+        + [t.sm_count, t.hbm_gb_per_s]
+        for t in found
+    ]
+    header = ("target", "part", "arch", "backend", "splits", "file", "SMs", "GB/s")
+    click.echo(report.render(report.table("targets", header, rows, left=6)))
+
+
+@main.command()
+@click.argument("target")
+@_as_json
+def show(target: str, as_json: bool) -> None:
+    """Show TARGET (a name or a path): its hardware, its tiles, and every setting with its origin.
+
+    Variables of the environment are laid over the file, as they are for a program.
+    """
+    policy = load_policy(target)
+    assert policy.target is not None  # load_policy always names one
+    facts = _target_facts(policy.target)
+    settings = policy.settings()
+    if as_json:
+        facts["settings"] = [{"key": k, "value": v, "origin": o} for k, v, o in settings]
+        click.echo(json.dumps(facts, indent=2))
+        return
+    origins = dict(policy.target.origins)
+    hardware = [
+        (key, ", ".join(value) if isinstance(value, list) else value, origins.get(key, "left out"))
+        for key, value in facts["hardware"].items()
+    ]
+    tile_rows = [["any" if v is None else v for v in asdict(tile).values()] for tile in policy.tiles]
+    click.echo(
+        report.render(
+            report.table(f"{policy.target.name}: hardware", ("key", "value", "origin"), hardware, left=3),
+            report.table("settings", ("key", "value", "origin"), settings, left=3),
+            report.table("tiles, the first that holds", list(asdict(policy.tiles[0])), tile_rows, left=2),
+        )
+    )
+
+
+def _override_flags() -> dict[str, str]:
+    """Key -> its flag, spelled as its variable is."""
+    return {
+        key: "--" + variable.removeprefix(ENV_PREFIX).lower().replace("_", "-")
+        for variable, key in ENV_OVERRIDES.items()
+    }
+
+
+def _override_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for (variable, key), flag in zip(reversed(ENV_OVERRIDES.items()), reversed(_override_flags().values()), strict=True):
+        command = click.option(flag, key, metavar="VALUE", help=f"Goes before {variable}.")(command)
+    return command
+
+
+@main.command()
+@click.option("--target", metavar="NAME|PATH", help="Default: SPLITK_JAX_TARGET, else the first JAX device's.")
+@click.option("--q-heads", "num_q_heads", type=int, required=True, help="Query heads.")
+@click.option("--kv-heads", "num_kv_heads", type=int, required=True, help="KV heads.")
+@click.option("--head-dim", type=int, required=True, help="Lanes of a query and a key.")
+@click.option("--head-dim-v", type=int, help="Lanes of a value.  [default: head-dim]")
+@click.option("--page-size", type=int, required=True, help="Tokens of a page.")
+@click.option("--max-decode-seqs", type=int, required=True, help="The most sequences that a launch holds.")
+@click.option("--q-dtype", default="bfloat16", show_default=True)
+@click.option("--kv-dtype", default="bfloat16", show_default=True)
+@click.option("--num-seqs", type=int, help="Static batch bucket, for legacy and adaptive.  [default: max-decode-seqs]")
+@click.option("--max-seq-len", type=int, help="Tokens of the longest sequence, for adaptive and fixed_size.")
+@_override_options
+@_as_json
+def explain(target: str | None, as_json: bool, **options: Any) -> None:
+    """Explain the plan for a model's shape: why this split count, what it launches, where each setting is from."""
+    overrides = {
+        key: override_from_text(flag, key, options[key])
+        for key, flag in _override_flags().items()
+        if options[key] is not None
+    }
+    shape = {key: value for key, value in options.items() if key not in _override_flags()}
+    plan: DecodePlan = load_policy(target, **overrides).plan(**shape)
+    click.echo(json.dumps(plan.report(), indent=2) if as_json else plan.explain())
+
+
+def _target_facts(target: Target) -> dict[str, Any]:
+    facts = asdict(target)
+    hardware = ("hardware_name", "device_kinds", "arch", "sm_count", "hbm_gb_per_s", "l2_mib", "smem_per_cta_kib")
+    return {
+        "target": target.name,
+        "source": target.source,
+        "packaged": target.packaged,
+        "hardware": {key.removeprefix("hardware_"): _plain(facts[key]) for key in hardware},
+        "declared": dict(target.settings),
+        "tiles": [asdict(tile) for tile in target.tiles],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
