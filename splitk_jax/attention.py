@@ -103,7 +103,5 @@ def _decode(
 ) -> tuple[jax.Array, jax.Array]:
     if q.shape[0] == 0:
         return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
-    partials = split(
-        q, k_pages, v_pages, block_tables, seq_lens, sm_scale, plan=plan, window=window, softcap=softcap
-    )
+    partials = split(q, k_pages, v_pages, block_tables, seq_lens, sm_scale, plan=plan, window=window, softcap=softcap)
     return combine(partials, sinks, out_dtype=plan.q_dtype)

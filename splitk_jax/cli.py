@@ -53,9 +53,8 @@ def targets(as_json: bool) -> None:
         click.echo(json.dumps([_target_facts(t) for t in found], indent=2))
         return
     rows = [
-        [t.name, t.hardware_name, t.arch, dict(t.settings)["backend"], dict(t.settings)["splits"], t.source]
-        + [t.sm_count, t.hbm_gb_per_s]
-        for t in found
+        (t.name, t.hardware_name, t.arch, declared["backend"], declared["splits"], t.source, t.sm_count, t.hbm_gb_per_s)
+        for t, declared in ((t, dict(t.settings)) for t in found)
     ]
     header = ("target", "part", "arch", "backend", "splits", "file", "SMs", "GB/s")
     click.echo(report.render(report.table("targets", header, rows, left=6)))
@@ -101,7 +100,9 @@ def _override_flags() -> dict[str, str]:
 
 
 def _override_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for (variable, key), flag in zip(reversed(ENV_OVERRIDES.items()), reversed(_override_flags().values()), strict=True):
+    for (variable, key), flag in zip(
+        reversed(ENV_OVERRIDES.items()), reversed(_override_flags().values()), strict=True
+    ):
         command = click.option(flag, key, metavar="VALUE", help=f"Goes before {variable}.")(command)
     return command
 

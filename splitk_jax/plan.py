@@ -62,12 +62,12 @@ def split_edges(
     start = seq_len * 0 if window is None else xp.maximum(seq_len - window, 0)
     if split_size is not None:
         # Edges at absolute multiples: a shared prefix keeps its partials as the sequence grows.
-        return SplitEdges(start, start * 0, start * 0 + split_size, start // split_size, -(-seq_len // split_size))
+        return SplitEdges(start, start * 0, start * 0 + split_size, start // split_size, ceil_div(seq_len, split_size))
     length = seq_len - start
-    active = xp.clip(-(-length // min_kv_per_split), 1, num_splits)
-    span = xp.maximum(-(--(-length // active) // block_kv), 1) * block_kv
+    active = xp.clip(ceil_div(length, min_kv_per_split), 1, num_splits)
+    span = xp.maximum(ceil_div(ceil_div(length, active), block_kv), 1) * block_kv
     # Rounding the span up can leave the last of `active` splits empty: stop at the last that is not.
-    return SplitEdges(start, start, span, start * 0, -(-length // span))
+    return SplitEdges(start, start, span, start * 0, ceil_div(length, span))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +360,13 @@ class DecodePlan:
                 "by context, one sequence",
                 ("tokens", "active splits", "tokens a split", "KV read", "us at peak bandwidth"),
                 [
-                    [c["tokens"], c["active_splits"], c["tokens_per_split"], report.si_bytes(c["kv_bytes"]), c["hbm_us"]]
+                    [
+                        c["tokens"],
+                        c["active_splits"],
+                        c["tokens_per_split"],
+                        report.si_bytes(c["kv_bytes"]),
+                        c["hbm_us"],
+                    ]
                     for c in facts["contexts"]
                 ],
                 left=0,
@@ -378,9 +384,7 @@ class DecodePlan:
         policy = self.policy
         ceiling = f"max_splits {policy.max_splits}"
         if policy.rule == "auto":
-            return (
-                f"clamp(ceil({policy.target_waves} waves * {policy.sm_count} SMs / {self.ctas} CTAs), 1, {ceiling})"
-            )
+            return f"clamp(ceil({policy.target_waves} waves * {policy.sm_count} SMs / {self.ctas} CTAs), 1, {ceiling})"
         if policy.rule == "legacy":
             return (
                 f"min({policy.sm_count} SMs // ({self.num_q_heads} query heads * max({self.num_seqs} sequences,"

@@ -44,7 +44,8 @@ _DEFAULTS = {
 }
 
 
-def ceil_div(a: int, b: int) -> int:
+def ceil_div(a: Any, b: Any) -> Any:
+    """`ceil(a / b)` of ints or integer arrays, without the overflow of `a + b - 1`."""
     return -(-a // b)
 
 
@@ -73,7 +74,7 @@ def split_ref_seqs(num_seqs: int, max_decode_seqs: int) -> int:
 
 
 def legacy_splits(sm_count: int, num_q_heads: int, ref_seqs: int) -> int:
-    """The old rule, kept for targets that declare it: fill one wave with `num_q_heads * ref_seqs` CTAs, or one split."""
+    """The old rule, kept for targets that declare it: one wave of `num_q_heads * ref_seqs` CTAs, or one split."""
     ctas = whole_number("num_q_heads", num_q_heads) * whole_number("ref_seqs", ref_seqs)
     return max(whole_number("sm_count", sm_count) // ctas, 1)
 
@@ -293,7 +294,11 @@ def resolve_policy(
 
 
 def load_policy(
-    target: str | None = None, *, ahead_of_time: bool = False, environ: Mapping[str, str] | None = None, **overrides: Any
+    target: str | None = None,
+    *,
+    ahead_of_time: bool = False,
+    environ: Mapping[str, str] | None = None,
+    **overrides: Any,
 ) -> Policy:
     """Loads a policy: by name, by path, or for the first JAX device.
 

@@ -8,7 +8,7 @@ from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold
 
 
 def combine(
-    partials: SplitPartials,  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l f32[batch, q_len, num_splits, num_q_heads]
+    partials: SplitPartials,  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l without the last axis
     sinks: jax.Array | None,  # f32[num_q_heads]
     *,
     out_dtype: str,
@@ -25,9 +25,7 @@ def combine(
         acc = lax.fori_loop(
             1,
             num_splits,
-            lambda s, acc: fold(
-                acc, SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))
-            ),
+            lambda s, acc: fold(acc, SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))),
             SplitPartials(*(x[0] for x in parts)),
         )
         if sinks is not None:

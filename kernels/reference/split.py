@@ -23,7 +23,9 @@ def split(
     plan: DecodePlan,
     window: int | None,
     softcap: float | None,
-) -> SplitPartials:  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l f32[batch, q_len, num_splits, num_q_heads]
+) -> (
+    SplitPartials
+):  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l f32[batch, q_len, num_splits, num_q_heads]
     """Computes the partials of every split of every row, as `kernels/README.md` has it."""
     batch, q_len, num_q_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, _ = k_pages.shape
@@ -76,9 +78,7 @@ def split(
         partials = _write(
             partials,
             (row, jnp.int32(0)),
-            jax.tree.map(
-                lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v)
-            ),
+            jax.tree.map(lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v)),
         )
         return lax.fori_loop(edges.first, edges.stop, attend_split, partials)
 

@@ -1,0 +1,119 @@
+"""The command line as a person and a program use it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from splitk_jax.cli import main
+
+SHAPE = {"--q-heads": 32, "--kv-heads": 8, "--head-dim": 128, "--page-size": 16, "--max-decode-seqs": 64}
+EXPLAIN = ["explain", "--target", "h200", *(str(x) for item in SHAPE.items() for x in item)]
+
+
+def run(*args, env=None):
+    return CliRunner().invoke(main, list(args), env=env)
+
+
+def test_targets_lists_every_one():
+    done = run("targets")
+    assert done.exit_code == 0
+    for name in ("gb10", "rtx_pro_6000", "h100_pcie", "mi300x", "cpu"):
+        assert f" {name} " in done.output
+    facts = json.loads(run("targets", "--json").output)
+    assert {t["target"]: t["hardware"]["sm_count"] for t in facts}["b200"] == 148
+
+
+def test_targets_lists_the_users_too(tmp_path):
+    (tmp_path / "mine.toml").write_text("schema = 1\nbase = 'h200'\n[policy]\nsplits = 11\n")
+    facts = json.loads(run("targets", "--json", env={"SPLITK_JAX_CONFIG_DIR": str(tmp_path)}).output)
+    mine = next(t for t in facts if t["target"] == "mine")
+    assert (mine["declared"]["splits"], mine["packaged"]) == (11, False)
+
+
+def test_show_prints_hardware_tiles_and_origins():
+    done = run("show", "h200", env={"SPLITK_JAX_MAX_SPLITS": "8"})
+    assert done.exit_code == 0
+    for line in (
+        "hbm_gb_per_s       4800",
+        "configs/h200.toml [hardware] hbm_gb_per_s",
+        "max_splits         8           environment variable SPLITK_JAX_MAX_SPLITS",
+        "heads_per_cta",
+    ):
+        assert line in done.output
+    facts = json.loads(run("show", "cpu", "--json").output)
+    assert facts["hardware"]["hbm_gb_per_s"] is None
+    assert {"key": "splits", "value": 4, "origin": "configs/cpu.toml [policy] splits"} in facts["settings"]
+
+
+def test_explain():
+    done = run(*EXPLAIN)
+    assert done.exit_code == 0
+    assert "num_splits       33 = clamp(ceil(2 waves * 132 SMs / 8 CTAs), 1, max_splits 64)" in done.output
+    assert json.loads(run(*EXPLAIN, "--json").output)["plan"]["num_splits"] == 33
+
+
+@pytest.mark.parametrize(("text", "count"), [("11", 11), ("off", 1)])
+def test_explain_under_the_environment(text, count):
+    done = run(*EXPLAIN, env={"SPLITK_JAX_SPLITS": text})
+    assert f"num_splits       {count} = clamp({count} pinned, 1, max_splits 64)" in done.output
+    assert "environment variable SPLITK_JAX_SPLITS" in done.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "key", "value"),
+    [
+        ("--splits", "legacy", "splits", "legacy"),
+        ("--split-size", "128", "split_size", 128),
+        ("--target-waves", "1", "target_waves", 1),
+        ("--target-ctas", "264", "target_ctas", 264),
+        ("--max-splits", "8", "max_splits", 8),
+        ("--min-kv-per-split", "64", "min_kv_per_split", 64),
+        ("--kernel", "reference", "backend", "reference"),
+    ],
+)
+def test_flags_go_before_the_environment(flag, text, key, value):
+    done = run(*EXPLAIN, flag, text, "--json", env={"SPLITK_JAX_SPLITS": "3"})
+    settings = {s["key"]: (s["value"], s["origin"]) for s in json.loads(done.output)["settings"]}
+    assert settings[key] == (value, f"argument {key}")
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "message"),
+    [
+        (EXPLAIN, {"SPLITK_JAX_SPLITS": "nonsense"}, "environment variable SPLITK_JAX_SPLITS='nonsense' is not valid"),
+        (EXPLAIN, {"SPLITK_JAX_SPLIT": "8"}, "environment variable SPLITK_JAX_SPLIT is not known"),
+        ([*EXPLAIN, "--splits", " 8"], {}, "--splits=' 8' is not valid"),
+        ([*EXPLAIN, "--splits", "fixed_size"], {}, "max_seq_len=None: the fixed_size rule needs"),
+        ([*EXPLAIN, "--kv-dtype", "int8"], {}, "kv_dtype=int8: quantised KV is served by no backend"),
+        ([*EXPLAIN, "--kv-heads", "5"], {}, "num_q_heads=32 must be a multiple of num_kv_heads=5"),
+        (["show", "h300"], {}, "target 'h300' is not known: accepted are a100"),
+        (["show", "/nowhere/x.toml"], {}, "'/nowhere/x.toml' does not exist"),
+        (["targets"], {"SPLITK_JAX_CONFIG_DIR": "/nowhere"}, "SPLITK_JAX_CONFIG_DIR='/nowhere' is not a folder"),
+    ],
+    ids=lambda x: str(x)[-40:],
+)
+def test_refusals_are_one_line_and_exit_2(args, env, message):
+    done = run(*args, env=env)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_typo_in_a_copied_file_is_named(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("schema = 1\nbase = 'h200'\n[policy]\ntarget_wave = 2\n")
+    done = run("explain", "--target", str(path), *EXPLAIN[3:])
+    assert done.exit_code == 2
+    assert f"{path}: [policy] target_wave=2 is not known: accepted are splits, split_size, target_waves" in done.stderr
+
+
+def test_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "splitk_jax", "show", "gb10"], capture_output=True, text=True, check=True
+    )
+    assert "NVIDIA GB10" in done.stdout

@@ -1,0 +1,280 @@
+"""Plans as values, and the split tree over every length."""
+
+import dataclasses
+import inspect
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import splitk_jax as sk
+from splitk_jax.plan import MAX_TOKENS, split_edges
+
+SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_decode_seqs": 64}
+
+# (num_splits, min_kv_per_split, block_kv)
+COUNT_TREES = [
+    (1, 256, 64),
+    (2, 256, 64),
+    (3, 64, 64),
+    (7, 16, 16),
+    (8, 128, 128),
+    (11, 256, 64),
+    (16, 64, 16),
+    (33, 256, 64),
+    (33, 256, 128),
+    (64, 256, 64),
+    (128, 512, 64),
+    (200, 1, 1),
+]
+LENGTHS = np.arange(131073)
+
+
+def tree(num_splits, min_kv, block, *, window=None, split_size=None, seq_len=LENGTHS, xp=np):
+    return split_edges(
+        seq_len,
+        num_splits=num_splits,
+        min_kv_per_split=min_kv,
+        block_kv=block,
+        split_size=split_size,
+        window=window,
+        xp=xp,
+    )
+
+
+def bounds(edges, seq_len, num_splits):
+    """[low, high) of every split of every length, empty ones as low == high."""
+    s = np.arange(num_splits)[:, None]
+    low = np.maximum(edges.start, edges.origin + s * edges.span)
+    high = np.minimum(edges.origin + (s + 1) * edges.span, seq_len)
+    live = (s >= edges.first) & (s < edges.stop)
+    return np.where(live, low, 0), np.where(live, high, 0), live
+
+
+class TestTheTreeOverEveryLength:
+    @pytest.mark.parametrize(("num_splits", "min_kv", "block"), COUNT_TREES)
+    def test_count_rule(self, num_splits, min_kv, block):
+        edges = tree(num_splits, min_kv, block)
+        assert edges.stop.max() <= num_splits
+        assert (edges.first == 0).all()
+        assert (edges.span % block == 0).all()
+        # Contiguous spans from 0, the last one cut at seq_len: [0, seq_len) is covered once.
+        assert (edges.stop * edges.span >= LENGTHS).all()
+        assert (((edges.stop - 1) * edges.span < LENGTHS) | (LENGTHS == 0)).all(), "no active split is empty"
+        assert edges.stop[0] == 0
+        # design.md section 3, word by word.
+        active = np.clip(np.ceil(LENGTHS / min_kv), 1, num_splits)
+        span = np.maximum(np.ceil(np.ceil(LENGTHS / active) / block), 1) * block
+        assert (edges.span == span).all()
+        if min_kv % block == 0:
+            # Below the cap a split holds at most min_kv tokens, and the next is not begun before it must be.
+            below = num_splits * min_kv >= LENGTHS
+            assert (edges.span[below] <= min_kv).all()
+
+    @pytest.mark.parametrize("split_size", [64, 512, 2048])
+    def test_fixed_size_rule(self, split_size):
+        edges = tree(4096, 256, 64, split_size=split_size)
+        assert (edges.span == split_size).all()
+        assert (edges.stop == -(-LENGTHS // split_size)).all()
+
+    @pytest.mark.parametrize("window", [1, 63, 64, 1000, 200_000])
+    @pytest.mark.parametrize("split_size", [None, 512])
+    def test_window_covers_the_attended_tokens_once(self, window, split_size):
+        lengths = np.arange(0, 5000)
+        num_splits = 16 if split_size is None else -(-5000 // split_size)
+        edges = tree(num_splits, 64, 64, window=window, split_size=split_size, seq_len=lengths)
+        low, high, live = bounds(edges, lengths, num_splits)
+        assert (np.where(live, high - low, 1) > 0).all(), "no active split is empty"
+        assert ((high - low).sum(axis=0) == np.minimum(lengths, window)).all()
+        start = np.maximum(lengths - window, 0)
+        first = np.where(live, low, MAX_TOKENS).min(axis=0)
+        assert ((first == start) | (lengths == 0)).all()
+        if split_size is not None:
+            assert (np.where(live & (low != start), low % split_size, 0) == 0).all(), "edges at absolute multiples"
+
+    @pytest.mark.parametrize(("num_splits", "min_kv", "block"), [(1, 256, 64), (33, 256, 64), (200, 1, 1)])
+    @pytest.mark.parametrize("window", [None, 700])
+    @pytest.mark.parametrize("split_size", [None, 512])
+    def test_device_arithmetic_is_the_hosts(self, num_splits, min_kv, block, window, split_size):
+        lengths = np.concatenate([LENGTHS, [MAX_TOKENS - 1, MAX_TOKENS]]).astype(np.int32)
+        host = tree(num_splits, min_kv, block, window=window, split_size=split_size, seq_len=lengths.astype(np.int64))
+        device = tree(
+            num_splits, min_kv, block, window=window, split_size=split_size, seq_len=jnp.asarray(lengths), xp=jnp
+        )
+        for ours, theirs in zip(host, device, strict=True):
+            assert theirs.dtype == jnp.int32
+            assert (np.asarray(theirs) == ours).all()
+
+    def test_reads_the_row_length_and_configuration_only(self):
+        assert set(inspect.signature(split_edges).parameters) == {
+            "seq_len",
+            "num_splits",
+            "min_kv_per_split",
+            "block_kv",
+            "split_size",
+            "window",
+            "xp",
+        }
+
+    def test_split_bounds_are_the_tree(self):
+        plan = sk.load_policy("cpu", environ={}, splits=4, min_kv_per_split=16).plan(**SHAPE)
+        assert plan.split_bounds(0) == [(0, 0)] * 4
+        assert plan.split_bounds(1) == [(0, 1), (0, 0), (0, 0), (0, 0)]
+        assert plan.split_bounds(33) == [(0, 16), (16, 32), (32, 33), (0, 0)]
+        assert plan.split_bounds(100) == [(0, 32), (32, 64), (64, 96), (96, 100)]
+        assert plan.split_bounds(100, window=10) == [(90, 100), (0, 0), (0, 0), (0, 0)]
+        with pytest.raises(ValueError, match="seq_len=-1 is out of range"):
+            plan.split_bounds(-1)
+
+    def test_fixed_size_edges_stay_as_a_sequence_grows(self):
+        policy = sk.load_policy("cpu", environ={}, splits="fixed_size", split_size=64)
+        plan = policy.plan(**SHAPE, max_seq_len=256)
+        assert plan.split_bounds(130) == [(0, 64), (64, 128), (128, 130), (0, 0)]
+        assert plan.split_bounds(131)[:2] == plan.split_bounds(130)[:2]
+        assert plan.split_bounds(200, window=100) == [(0, 0), (100, 128), (128, 192), (192, 200)]
+        with pytest.raises(ValueError, match="seq_len=257 is out of range: accepted is a whole number from 0 to 256"):
+            plan.split_bounds(257)
+
+
+class TestPlanIsAValue:
+    def test_equal_whatever_policy_it_came_from(self):
+        auto = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        pinned = sk.load_policy("h100", environ={}, splits=33).plan(**SHAPE)
+        assert auto == pinned
+        assert hash(auto) == hash(pinned)
+
+    @pytest.mark.parametrize(
+        "change", [{"page_size": 32}, {"head_dim_v": 64}, {"kv_dtype": "float32"}, {"max_decode_seqs": 8}]
+    )
+    def test_differs_with_the_shape(self, change):
+        policy = sk.load_policy("h200", environ={})
+        assert policy.plan(**SHAPE) != policy.plan(**SHAPE | change)
+
+    def test_frozen_ints_and_strings(self):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            plan.num_splits = 3
+        for field in dataclasses.fields(plan):
+            if field.compare:
+                assert type(getattr(plan, field.name)) in (int, str, type(None)), field.name
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16")])
+    def test_dtypes_by_name_or_value(self, dtype):
+        assert sk.load_policy("h200", environ={}).plan(**SHAPE, kv_dtype=dtype).kv_dtype == "bfloat16"
+
+    def test_ctas_and_capacity_by_rule(self):
+        shape = SHAPE | {"num_q_heads": 128, "num_kv_heads": 1}
+        assert sk.load_policy("h200", environ={}).plan(**shape).ctas == 2
+        assert sk.load_policy("gb10", environ={}).plan(**shape).ctas == 8
+        adaptive = sk.load_policy("h200", environ={}, splits="adaptive")
+        assert adaptive.plan(**SHAPE, num_seqs=4, max_seq_len=8192).row_capacity == 4
+        assert adaptive.plan(**SHAPE, max_seq_len=8192).row_capacity == 64
+        legacy = sk.load_policy("h200", environ={}, splits="legacy")
+        assert legacy.plan(**SHAPE, num_seqs=100).row_capacity == 100
+        with pytest.raises(ValueError, match="num_seqs=65 must be at most max_decode_seqs=64"):
+            adaptive.plan(**SHAPE, num_seqs=65, max_seq_len=8192)
+
+    @pytest.mark.parametrize(
+        ("splits", "num_seqs", "expected"),
+        [
+            ("auto", None, True),
+            (7, None, True),
+            ("fixed_size", None, True),
+            ("legacy", 64, True),
+            ("legacy", 65, False),
+            ("adaptive", 64, False),
+        ],
+    )
+    def test_says_whether_it_is_batch_invariant(self, splits, num_seqs, expected):
+        plan = sk.load_policy("h200", environ={}, splits=splits).plan(**SHAPE, num_seqs=num_seqs, max_seq_len=8192)
+        assert plan.batch_invariant is expected
+        assert plan.report()["batch_invariant"] is expected
+        assert ("batch-invariant  yes" in plan.explain()) is expected
+
+    def test_workspace(self):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE, head_dim_v=64)
+        assert plan.workspace_bytes == 33 * 32 * 64 * (64 + 2) * 4
+        assert sk.load_policy("h200", environ={}, splits="off").plan(**SHAPE).workspace_bytes == 0
+
+
+class TestFingerprint:
+    def plan(self, target="h200", shape=SHAPE, **overrides):
+        return sk.load_policy(target, environ={}, **overrides).plan(**shape)
+
+    def test_is_stable_and_short(self):
+        assert self.plan().fingerprint() == self.plan().fingerprint()
+        assert re.fullmatch("[0-9a-f]{16}", self.plan().fingerprint())
+
+    def test_moves_with_whatever_moves_bits(self):
+        prints = [
+            self.plan().fingerprint(),
+            self.plan("h100").fingerprint(),  # same tree, another part
+            self.plan("a100").fingerprint(),
+            self.plan(splits=11).fingerprint(),
+            self.plan(min_kv_per_split=512).fingerprint(),
+            self.plan(shape=SHAPE | {"page_size": 32}).fingerprint(),
+        ]
+        assert len(set(prints)) == len(prints)
+
+    def test_does_not_move_with_how_the_count_was_asked_for(self):
+        assert self.plan(splits=33).fingerprint() == self.plan().fingerprint()
+
+    def test_moves_with_versions(self, monkeypatch):
+        before = self.plan().fingerprint()
+        monkeypatch.setattr("splitk_jax.plan.metadata.version", lambda name: "0")
+        assert self.plan().fingerprint() != before
+
+
+class TestExplain:
+    def test_shows_the_decision(self):
+        text = sk.load_policy("h200", environ={}).plan(**SHAPE).explain()
+        for line in (
+            "h200: NVIDIA H200, sm_90, 132 SMs",
+            "num_splits       33 = clamp(ceil(2 waves * 132 SMs / 8 CTAs), 1, max_splits 64)",
+            "CTAs a sequence  8 = 8 KV heads * ceil(group 4 / 64 heads a CTA), at one split",
+            "workspace        35.14 MB of float32 partials",
+            "     1       33     264     2.0              8            0.06",
+            " 131072              33             4032   536.9 MB                 111.85",
+            "splits             auto        configs/h200.toml [policy] splits",
+        ):
+            assert line in text
+
+    @pytest.mark.parametrize(
+        ("splits", "formula"),
+        [
+            ("legacy", "min(132 SMs // (32 query heads * max(4 sequences, 64 rows)) or 1, max_splits 64)"),
+            ("adaptive", "clamp(ceil(132 CTAs / (4 sequences * 8 CTAs)), 1, min(max_splits 64, 8192 tokens // 256))"),
+            ("fixed_size", "ceil(8192 tokens / 512 a split)"),
+            (11, "clamp(11 pinned, 1, max_splits 64)"),
+        ],
+    )
+    def test_formula_of_each_rule(self, splits, formula):
+        plan = sk.load_policy("h200", environ={}, splits=splits).plan(**SHAPE, num_seqs=4, max_seq_len=8192)
+        assert f"num_splits       {plan.num_splits} = {formula}" in plan.explain()
+
+    def test_report_is_json_and_counts_as_the_tree_does(self):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        facts = json.loads(json.dumps(plan.report()))
+        assert facts["plan"]["num_splits"] == plan.num_splits
+        for row in facts["contexts"]:
+            live = [b for b in plan.split_bounds(row["tokens"]) if b != (0, 0)]
+            assert row["active_splits"] == len(live)
+            assert row["tokens_per_split"] == live[0][1]
+            assert row["kv_bytes"] == row["tokens"] * 8 * 256 * 2
+
+    def test_adaptive_report_has_each_buckets_own_count(self):
+        policy = sk.load_policy("rtx_pro_6000", environ={}, splits="adaptive", max_splits=8, min_kv_per_split=64)
+        plan = policy.plan(
+            num_q_heads=32, num_kv_heads=1, head_dim=128, page_size=16, max_decode_seqs=64, max_seq_len=512
+        )
+        assert plan.ctas == 2
+        rows = {row["batch"]: (row["num_splits"], row["ctas"]) for row in plan.report()["batches"]}
+        assert rows == {1: (8, 16), 4: (8, 64), 16: (6, 192), 64: (2, 256)}
+
+    def test_without_a_target(self):
+        plan = sk.Policy(sm_count=132).plan(**SHAPE)
+        assert "no target, 132 SMs" in plan.explain()
+        assert plan.report()["contexts"][0]["hbm_us"] is None
+        assert len(plan.fingerprint()) == 16
