@@ -1,7 +1,7 @@
 """Paged decode attention: plan -> split -> combine."""
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,44 @@ from splitk_jax.kernels.reference.combine import combine
 from splitk_jax.kernels.reference.split import split
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import check_sm_count
+
+
+@overload
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    plan: DecodePlan,
+    sm_scale: float | jax.Array | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    k_scale: Any = ...,
+    v_scale: Any = ...,
+    return_lse: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    plan: DecodePlan,
+    sm_scale: float | jax.Array | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    k_scale: Any = ...,
+    v_scale: Any = ...,
+    return_lse: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def paged_decode_attention(

@@ -69,7 +69,7 @@ def decode_arguments(
     sinks: Any,
     k_scale: Any,
     v_scale: Any,
-) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+) -> tuple[tuple[jax.Array | None, ...], dict[str, Any]]:
     """Checks a decode call.
 
     Returns:
@@ -148,11 +148,12 @@ def scalar(name: str, x: Any) -> jax.Array:
     """
     if isinstance(x, bool) or not isinstance(x, int | float | jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name}={x!r} must be a number or an array of rank 0, got {type(x).__name__}")
-    if getattr(x, "ndim", 0):
+    if isinstance(x, int | float):
+        if not (math.isfinite(x) and x > 0):
+            raise ValueError(f"{name}={x!r} must be finite and above 0")
+    elif x.ndim:
         raise ValueError(f"{name} must be a number or an array of rank 0, got shape {list(x.shape)}")
-    if isinstance(x, int | float) and not (math.isfinite(x) and x > 0):
-        raise ValueError(f"{name}={x!r} must be finite and above 0")
-    if not isinstance(x, int | float) and not jnp.issubdtype(x.dtype, jnp.floating):
+    elif not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float")
     return jnp.asarray(x).astype(jnp.float32)
 

@@ -305,7 +305,7 @@ class DecodePlan:
                 {
                     "tokens": tokens,
                     "active_splits": int(edges.stop),
-                    "tokens_per_split": int(min(edges.span, tokens)),
+                    "tokens_per_split": min(int(edges.span), tokens),
                     "kv_bytes": tokens * token_bytes,
                     "hbm_us": None if bandwidth is None else round(tokens * token_bytes / bandwidth / 1e3, 2),
                 }

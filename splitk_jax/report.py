@@ -14,10 +14,11 @@ WIDTH = 118
 
 def render(*parts: RenderableType) -> str:
     """Renders rich objects to plain text, no wider than `WIDTH`."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None, highlight=False)
     for part in parts:
         console.print(part)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int = 1) -> Table:
