@@ -141,5 +141,10 @@ def _decode(
 ) -> tuple[jax.Array, jax.Array]:
     if q.shape[0] == 0:
         return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
-    partials = split(q, k_pages, v_pages, block_tables, seq_lens, sm_scale, plan=plan, window=window, softcap=softcap)
-    return combine(partials, sinks, out_dtype=plan.q_dtype)
+
+    # Under `vmap` the calls run one after another: a batched loop body would be another program, with other bits.
+    @jax.custom_batching.sequential_vmap
+    def attend(sinks: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return combine(split(*arrays, plan=plan, window=window, softcap=softcap), sinks, out_dtype=plan.q_dtype)
+
+    return attend(sinks, q, k_pages, v_pages, block_tables, seq_lens, sm_scale)

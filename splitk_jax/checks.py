@@ -23,14 +23,12 @@ def as_array(name: str, x: Any) -> jax.Array:
     """
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name} must be a jax or numpy array, got {type(x).__name__}")
-    return jnp.asarray(x, dtype=_canonical(name, x))
-
-
-def _canonical(name: str, x: Any) -> Any:
-    # Without x64, jnp.asarray would narrow these without a word.
-    if x.dtype in (np.int64, np.uint64, np.float64) and not isinstance(x, jax.Array):
-        raise TypeError(f"{name}.dtype={x.dtype} is not accepted: cast it yourself (int32 or float32)")
-    return x.dtype
+    if not isinstance(x, jax.Array):
+        numeric = x.dtype == bool or jnp.issubdtype(x.dtype, np.number)
+        # Without x64, jnp.asarray would narrow 64 bits without a word.
+        if not numeric or x.dtype.itemsize > 4:
+            raise TypeError(f"{name}.dtype={x.dtype} is not accepted: cast it yourself (int32 or float32)")
+    return jnp.asarray(x, dtype=x.dtype)
 
 
 def require_dtype(name: str, x: jax.Array, *accepted: str) -> None:
@@ -141,29 +139,41 @@ def table_arguments(block_tables: Any, seq_lens: Any, *, batch: int, page_size: 
 
 
 def scalar(name: str, x: Any) -> jax.Array:
-    """A positive number, Python's or an array of rank 0, as f32[]; a traced one cannot be looked at.
+    """A positive number, Python's or an array of rank 0, as f32[]; the value of a JAX array is not looked at.
 
     Raises:
       TypeError: not a real number. ValueError: not finite and positive, or an array of another rank.
     """
+    given = x
     if isinstance(x, bool) or not isinstance(x, int | float | jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name}={x!r} must be a number or an array of rank 0, got {type(x).__name__}")
-    if isinstance(x, int | float):
+    if not isinstance(x, int | float):
+        if x.ndim:
+            raise ValueError(f"{name} must be a number or an array of rank 0, got shape {list(x.shape)}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}.dtype={x.dtype} must be a float")
+    if not isinstance(x, jax.Array):
+        x = _float32(x)
         if not (math.isfinite(x) and x > 0):
-            raise ValueError(f"{name}={x!r} must be finite and above 0")
-    elif x.ndim:
-        raise ValueError(f"{name} must be a number or an array of rank 0, got shape {list(x.shape)}")
-    elif not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}.dtype={x.dtype} must be a float")
+            raise ValueError(f"{name}={given!r} must be finite and above 0 as a float32")
     return jnp.asarray(x).astype(jnp.float32)
+
+
+def _float32(x: Any) -> np.float32:
+    try:
+        with np.errstate(over="ignore"):
+            return np.float32(float(x))
+    except OverflowError:  # an int beyond every float
+        return np.float32(np.inf)
 
 
 def _softcap(x: Any) -> float | None:
     if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
         raise TypeError(f"softcap={x!r} must be a static number or None, got {type(x).__name__}")
-    if not (math.isfinite(x) and x >= 0):
-        raise ValueError(f"softcap={x!r} must be finite and above 0; None or 0 is no cap")
-    return float(x) or None
+    cap = float(_float32(x))
+    if not (math.isfinite(cap) and (cap > 0 or x == 0)):
+        raise ValueError(f"softcap={x!r} must be finite and above 0 as a float32; None or 0 is no cap")
+    return cap or None
 
 
 def validate_batch(block_tables: Any, seq_lens: Any, *, num_pages: int, page_size: int) -> None:
@@ -183,7 +193,8 @@ def validate_batch(block_tables: Any, seq_lens: Any, *, num_pages: int, page_siz
     whole_number("num_pages", num_pages)
     page_size = whole_number("page_size", page_size)
     tables = np.asarray(as_array("block_tables", block_tables))
-    table_arguments(block_tables, seq_lens, batch=tables.shape[0], page_size=page_size)
+    batch = tables.shape[0] if tables.ndim else 0
+    table_arguments(block_tables, seq_lens, batch=batch, page_size=page_size)
     capacity = tables.shape[1] * page_size
     for row, seq_len in enumerate(np.asarray(seq_lens)):
         if not 0 <= seq_len <= capacity:

@@ -26,8 +26,7 @@ def merge_states(
     Raises:
       ValueError, TypeError: no states, counts, shapes or dtypes that differ.
     """
-    outs = [checks.as_array(f"outs[{i}]", x) for i, x in enumerate(outs)]
-    lses = [checks.as_array(f"lses[{i}]", x) for i, x in enumerate(lses)]
+    outs, lses = _states("outs", outs), _states("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"len(outs)={len(outs)} and len(lses)={len(lses)} must be equal and at least 1")
     if not outs[0].ndim:
@@ -39,6 +38,16 @@ def merge_states(
         checks.require_shape(f"lses[{i}]", lse, outs[0].shape[:-1])
         checks.require_dtype(f"lses[{i}]", lse, "float32")
     return _merge(outs, lses)
+
+
+def _states(name: str, states: jax.Array | Sequence[jax.Array]) -> list[jax.Array]:
+    try:
+        each = list(states)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a sequence of arrays, or one array stacked on a leading axis, got {type(states).__name__}"
+        ) from None
+    return [checks.as_array(f"{name}[{i}]", x) for i, x in enumerate(each)]
 
 
 @jax.jit

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from splitk_jax import checks
 from splitk_jax.plan import MAX_TOKENS, dtype_name
-from splitk_jax.target import INT_MAX, whole_number
+from splitk_jax.target import INT_MAX, KV_DTYPES, whole_number
 
 
 @jax.tree_util.register_dataclass
@@ -148,11 +148,16 @@ class KVPages:
 
         Returns:
           (pages, block_tables): block_tables is i32[batch, ceil(length / page_size)].
+
+        Raises:
+          ValueError, TypeError: shapes or dtypes that are not accepted.
         """
         k, v = checks.as_array("k", k), checks.as_array("v", v)
         page_size = whole_number("page_size", page_size)
         checks.require_shape("k", k, ("batch", "length", "num_kv_heads", "head_dim"))
         checks.require_shape("v", v, (*k.shape[:3], "head_dim_v"))
+        checks.require_dtype("k", k, *KV_DTYPES)
+        checks.require_dtype("v", v, k.dtype.name)
         batch, length = k.shape[:2]
         width = -(-length // page_size)
 
@@ -179,7 +184,7 @@ class KVPages:
         length = block_tables.shape[1] * self.page_size
         tokens = jnp.arange(length, dtype=jnp.int32)
         pages = block_tables[:, tokens // self.page_size]
-        live = tokens < seq_lens[:, None]
+        live = tokens[None] < seq_lens[:, None]
         page_ok = (pages >= 0) & (pages < self.num_pages)
         pages = jnp.where(page_ok, pages, 0)
 

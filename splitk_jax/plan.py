@@ -150,6 +150,8 @@ class DecodePlan:
           ValueError, TypeError: an argument that is not accepted, naming it, what was got and what is accepted.
           NotImplementedError: a dtype, or a shape without a tile, that no backend of this build serves.
         """
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a Policy (load_policy(...)), got {type(policy).__name__}")
         num_q_heads = whole_number("num_q_heads", num_q_heads)
         num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
         if num_q_heads % num_kv_heads:
@@ -410,6 +412,8 @@ def dtype_name(argument: str, dtype: Any) -> str:
       TypeError: not a dtype. NotImplementedError: a quantised one. ValueError: any other that is not served.
     """
     try:
+        if dtype is None:  # numpy's name for float64
+            raise TypeError
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     except TypeError:
         raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(KV_DTYPES)}") from None

@@ -55,11 +55,16 @@ def whole_number(name: str, value: Any, low: int = 1, high: int = INT_MAX) -> in
     Raises:
       TypeError: not a whole number. ValueError: outside [low, high].
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0):
-        raise TypeError(f"{name}={value!r} must be a whole number, got {type(value).__name__}")
-    if not low <= operator.index(value) <= high:
+    try:
+        # An array of one number and a tracer have an index method, that raises.
+        if isinstance(value, bool) or getattr(value, "ndim", 0):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be a static whole number, got {type(value).__name__}") from None
+    if not low <= number <= high:
         raise ValueError(f"{name}={value!r} is out of range: accepted is a whole number from {low} to {high}")
-    return operator.index(value)
+    return number
 
 
 class _Rejected(Exception):  # noqa: N818 - never leaves this module: `_checked` adds where the value stood

@@ -221,6 +221,11 @@ class TestFingerprint:
     def test_does_not_move_with_how_the_count_was_asked_for(self):
         assert self.plan(splits=33).fingerprint() == self.plan().fingerprint()
 
+    def test_moves_with_the_sm_count_alone(self):
+        slices = [sk.Policy(sm_count=n, splits=8).plan(**SHAPE) for n in (132, 60)]
+        assert slices[0] == slices[1]
+        assert slices[0].fingerprint() != slices[1].fingerprint()
+
     def test_moves_with_versions(self, monkeypatch):
         before = self.plan().fingerprint()
         monkeypatch.setattr("splitk_jax.plan.metadata.version", lambda name: "0")

@@ -138,7 +138,7 @@ class TestExhaustively:
 class TestBadNumbers:
     @pytest.mark.parametrize("value", [True, 1.0, np.float32(8), "8", None, [1], np.array([1])])
     def test_not_a_whole_number(self, value):
-        with pytest.raises(TypeError, match=r"ctas=.*must be a whole number"):
+        with pytest.raises(TypeError, match=r"ctas=.*must be a static whole number"):
             sk.auto_splits(132, value)
 
     @pytest.mark.parametrize("value", [0, -1, 1 << 40])

@@ -1,0 +1,103 @@
+"""What the documents say is run, and what they list is complete."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import splitk_jax as sk
+from splitk_jax.cli import main
+from splitk_jax.target import BACKENDS, ENV_NAMES, HARDWARE_KEYS, KERNEL_KEYS, POLICY_KEYS, SPLITS_ALIAS, TILE_KEYS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CONFIGS = (ROOT / "configs" / "README.md").read_text()
+KERNELS = (ROOT / "kernels" / "README.md").read_text()
+
+
+def blocks(text, language):
+    """The fenced blocks of a language."""
+    return [code for tag, code in re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL) if tag == language]
+
+
+def test_quick_start_runs_as_written(capsys):
+    (code,) = blocks(README, "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    scope = {}
+    exec(code, scope)
+    assert scope["out"].shape == (4, 32, 128)
+    assert not scope["out"][1].any()
+    assert "num_splits" in capsys.readouterr().out
+
+
+def test_commands_print_what_the_readme_shows():
+    (session,) = (b for b in blocks(README, "") if b.startswith("$ splitk-jax"))
+    shown = {}
+    for line in session.splitlines():
+        if line.startswith("$ "):
+            command = line.removeprefix("$ splitk-jax ")
+            shown[command] = []
+        elif line and line != "...":
+            shown[command].append(line)
+    assert len(shown) == 3
+    for command, lines in shown.items():
+        done = CliRunner().invoke(main, shlex.split(command))
+        assert done.exit_code == 0
+        for line in lines:
+            assert line in done.output.splitlines()
+
+
+def test_every_variable_is_documented():
+    for text in (README, CONFIGS):
+        assert set(re.findall(r"`(SPLITK_JAX_[A-Z_]+)`", text)) == set(ENV_NAMES)
+        assert SPLITS_ALIAS in text
+
+
+def test_every_key_is_documented():
+    keys_section = CONFIGS.partition("## Keys")[2].partition("## Add a target")[0]
+    rows = set(re.findall(r"^\| `([a-z_.0-9]+)` \|", keys_section, flags=re.MULTILINE))
+    keys = {f"hardware.{key}" for key in HARDWARE_KEYS} | {f"policy.{key}" for key in POLICY_KEYS}
+    keys |= {f"kernel.{key}" for key in KERNEL_KEYS} | {f"kernel.tile.{key}" for key in TILE_KEYS}
+    assert rows == keys | {"schema", "base", "kernel.tile"}
+
+
+@pytest.mark.parametrize(
+    "name", [t.name for t in map(sk.load_target, ("gb10", "a100", "h100", "h200", "b200", "mi300x"))]
+)
+def test_target_table_has_the_files_numbers(name):
+    target = sk.load_target(name)
+    (row,) = (line for line in CONFIGS.splitlines() if line.startswith(f"| `{name}.toml`"))
+    assert row.endswith(f"| {target.arch} | {target.sm_count} | {target.hbm_gb_per_s:g} |")
+
+
+def test_the_users_target_of_the_document_loads(tmp_path):
+    (text,) = blocks(CONFIGS, "toml")
+    path = tmp_path / "a100_40gb.toml"
+    path.write_text(text)
+    policy = sk.load_policy(str(path), environ={})
+    assert policy.target.hbm_gb_per_s == 1555
+    assert policy.sm_count == 108
+
+
+def test_every_backend_has_a_folder_and_a_row():
+    folders = {p.parent.name for p in (ROOT / "kernels").glob("*/split.py")}
+    assert folders == set(BACKENDS)
+    for backend in BACKENDS:
+        assert (ROOT / "kernels" / backend / "combine.py").is_file()
+        assert f"| `{backend}/` |" in KERNELS
+
+
+def test_links_lead_somewhere():
+    for path in ROOT.glob("**/*.md"):
+        if any(part.startswith(".") or part == "node_modules" for part in path.relative_to(ROOT).parts):
+            continue
+        for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            if "://" not in link:
+                assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+def test_every_public_name_has_a_docstring():
+    for name in sk.__all__:
+        assert getattr(sk, name).__doc__, name
