@@ -47,8 +47,8 @@ def combine(
         rows,
         combine_row,
         (
-            jnp.zeros((batch * q_len, num_q_heads, head_dim_v), out_dtype),
-            jnp.zeros((batch * q_len, num_q_heads), jnp.float32),
+            jnp.zeros_like(flat.o, out_dtype, shape=(batch * q_len, num_q_heads, head_dim_v)),
+            jnp.zeros_like(flat.l, shape=(batch * q_len, num_q_heads)),
         ),
     )
     return out.reshape(batch, q_len, num_q_heads, head_dim_v), lse.reshape(batch, q_len, num_q_heads)

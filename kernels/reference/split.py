@@ -7,6 +7,7 @@ table's width or the pool to choose a reduction by.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale
 from splitk_jax.plan import DecodePlan
@@ -31,7 +32,14 @@ def split(
     num_pages, page_size, num_kv_heads, _ = k_pages.shape
     group, head_dim_v = num_q_heads // num_kv_heads, v_pages.shape[-1]
     capacity = min(block_tables.shape[1] * page_size, plan.max_tokens)
+    # A scale that the compiler knew to be a constant could be moved through the product, to other bits.
+    sm_scale = lax.optimization_barrier(sm_scale)
+    # Varies over the mesh axes that any input does: under `shard_map` a loop carry must start out as it ends.
+    inputs = (q, k_pages, v_pages, block_tables, seq_lens, sm_scale)
+    zero = sum((jnp.zeros_like(x, jnp.float32, shape=()) for x in inputs), jnp.float32(0))
     q = q.reshape(batch * q_len, num_kv_heads, group, head_dim)
+    # Products of two 16-bit floats are exact in float32, so that these need no copy in float32.
+    product_dtype = q.dtype if q.dtype == k_pages.dtype else jnp.float32
 
     def attend_row(row: jax.Array, partials: SplitPartials) -> SplitPartials:
         seq, position = row // q_len, row % q_len
@@ -41,7 +49,7 @@ def split(
         length_ok = (seq_len >= 0) & (own_len <= capacity)
         own_len = jnp.where(length_ok, jnp.maximum(own_len, 0), 0)
         edges = plan.edges(own_len, window=window, xp=jnp)
-        q_row = _at(q, row).astype(jnp.float32)
+        q_row = _at(q, row).astype(product_dtype)
 
         def attend_split(s: jax.Array, partials: SplitPartials) -> SplitPartials:
             low = jnp.maximum(edges.start, edges.origin + s * edges.span)
@@ -57,9 +65,9 @@ def split(
                 poison = jnp.where(jnp.any(live & ~page_ok), jnp.nan, 0.0).astype(jnp.float32)
                 live &= page_ok
                 pages, slots = jnp.where(live, pages, 0), tokens % page_size
-                k = _gather(k_pages, pages, slots)  # [num_kv_heads, step_kv, head_dim]
+                k = _gather(k_pages, pages, slots, product_dtype)  # [num_kv_heads, step_kv, head_dim]
                 # Masked by select, not by a zero weight: 0 * NaN is NaN.
-                v = jnp.where(live[:, None], _gather(v_pages, pages, slots), 0.0)
+                v = jnp.where(live[:, None], _gather(v_pages, pages, slots, jnp.float32), 0.0)
                 logits = _dot("hgd,htd->hgt", q_row, k) * sm_scale
                 if softcap is not None:
                     logits = softcap * jnp.tanh(logits / softcap)
@@ -70,7 +78,7 @@ def split(
                 o = acc.o * a[..., None] + _dot("hgt,htd->hgd", p, v)
                 return token + plan.step_kv, SplitPartials(o, m, acc.l * a + jnp.sum(p, axis=-1))
 
-            start = (low, _empty((num_kv_heads, group), head_dim_v))
+            start = (low, _empty((num_kv_heads, group), head_dim_v, zero))
             _, part = lax.while_loop(lambda carry: carry[0] < high, step, start)
             return _write(partials, (row, s), part)
 
@@ -78,13 +86,13 @@ def split(
         partials = _write(
             partials,
             (row, jnp.int32(0)),
-            jax.tree.map(lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v)),
+            jax.tree.map(lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v, zero)),
         )
         return lax.fori_loop(edges.first, edges.stop, attend_split, partials)
 
     # Behind a barrier the compiler cannot see a batch of one and unroll it into another program.
     rows = lax.optimization_barrier(jnp.int32(batch * q_len))
-    empty = _empty((batch * q_len, plan.num_splits, num_kv_heads, group), head_dim_v)
+    empty = _empty((batch * q_len, plan.num_splits, num_kv_heads, group), head_dim_v, zero)
     partials = lax.fori_loop(0, rows, attend_row, empty)
     lead = (batch, q_len, plan.num_splits, num_q_heads)
     return SplitPartials(
@@ -92,11 +100,11 @@ def split(
     )
 
 
-def _empty(shape: tuple[int, ...], head_dim_v: int) -> SplitPartials:
+def _empty(shape: tuple[int, ...], head_dim_v: int, zero: jax.Array) -> SplitPartials:
     return SplitPartials(
-        o=jnp.zeros((*shape, head_dim_v), jnp.float32),
-        m=jnp.full(shape, -jnp.inf, jnp.float32),
-        l=jnp.zeros(shape, jnp.float32),
+        o=jnp.zeros_like(zero, shape=(*shape, head_dim_v)),
+        m=jnp.full_like(zero, -jnp.inf, shape=shape),
+        l=jnp.zeros_like(zero, shape=shape),
     )
 
 
@@ -104,16 +112,18 @@ def _at(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _gather(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
-    """The tokens at (page, slot), head-major and float32."""
+def _gather(pool: jax.Array, pages: jax.Array, slots: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The tokens at (page, slot), head-major, as `dtype`."""
     if pool.dtype.itemsize == 2:
-        # As integers: XLA's CPU backend gathers 16-bit floats five times slower than their bits.
+        # As integers: XLA's CPU backend can gather 16-bit floats through a float32 copy of the whole pool. The barrier
+        # keeps the bitcast in the loop, where it joins the gather: hoisted out, it would copy the pool too.
+        pool, pages = lax.optimization_barrier((pool, pages))
         tokens = lax.bitcast_convert_type(pool, jnp.uint16)[pages, slots]
         tokens = lax.bitcast_convert_type(tokens, pool.dtype)
     else:
         tokens = pool[pages, slots]
     # Behind the barrier the products below find plain row-major matrices, up to five times faster on a CPU.
-    return lax.optimization_barrier(tokens.astype(jnp.float32).transpose(1, 0, 2))
+    return lax.optimization_barrier(tokens.astype(dtype).transpose(1, 0, 2))
 
 
 def _write(partials: SplitPartials, at: tuple[jax.Array, jax.Array], part: SplitPartials) -> SplitPartials:

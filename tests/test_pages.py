@@ -1,0 +1,393 @@
+"""The paged cache against a numpy model of it, its memory under donation, and the allocator of page ids."""
+
+import collections
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from support import TOLERANCE, assert_same_bits, bits, junk_entries
+
+import splitk_jax as sk
+
+DTYPES = list(TOLERANCE)
+NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, HEAD_DIM_V, WIDTH = 9, 4, 2, 8, 6, 3
+CAPACITY = WIDTH * PAGE_SIZE
+
+
+def filled(dtype="float32", seed=0, num_pages=NUM_PAGES, page_size=PAGE_SIZE):
+    rng = np.random.default_rng(seed)
+    lead = (num_pages, page_size, KV_HEADS)
+    return sk.KVPages(
+        jnp.asarray(rng.standard_normal((*lead, HEAD_DIM)).astype(dtype)),
+        jnp.asarray(rng.standard_normal((*lead, HEAD_DIM_V)).astype(dtype)),
+    )
+
+
+def tokens(*lead, dtype="float32", seed=1):
+    rng = np.random.default_rng(seed)
+    return (
+        rng.standard_normal((*lead, KV_HEADS, HEAD_DIM)).astype(dtype),
+        rng.standard_normal((*lead, KV_HEADS, HEAD_DIM_V)).astype(dtype),
+    )
+
+
+def after_write(pages, k, v, slots):
+    """What `write` is to leave: one row after another, those outside the pool left out."""
+    pools = []
+    for pool, rows in ((pages.k_pages, k), (pages.v_pages, v)):
+        pool = np.array(pool)
+        flat = pool.reshape(-1, *pool.shape[2:])
+        for slot, row in zip(slots, rows, strict=True):
+            if 0 <= slot < len(flat):
+                flat[slot] = row.astype(pool.dtype)
+        pools.append(pool)
+    return sk.KVPages(*pools)
+
+
+def after_append(pages, k, v, block_tables, positions):
+    slots = np.full(positions.shape, -1, np.int64)
+    for (row, i), position in np.ndenumerate(positions):
+        if 0 <= position < block_tables.shape[1] * pages.page_size:
+            page = block_tables[row, position // pages.page_size]
+            if 0 <= page < pages.num_pages:
+                slots[row, i] = int(page) * pages.page_size + position % pages.page_size
+    return after_write(pages, k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), slots.ravel())
+
+
+class TestInit:
+    @pytest.mark.parametrize("dtype", [*DTYPES, jnp.bfloat16, np.dtype("float16")])
+    def test_zeros_of_the_shape_asked_for(self, dtype):
+        pages = sk.KVPages.init(num_pages=5, page_size=4, num_kv_heads=2, head_dim=8, head_dim_v=6, dtype=dtype)
+        assert pages.k_pages.shape == (5, 4, 2, 8)
+        assert pages.v_pages.shape == (5, 4, 2, 6)
+        assert pages.k_pages.dtype == pages.v_pages.dtype == jnp.dtype(dtype)
+        assert not np.asarray(pages.k_pages).any()
+        assert not np.asarray(pages.v_pages).any()
+        assert (pages.num_pages, pages.page_size) == (5, 4)
+
+    def test_defaults(self):
+        pages = sk.KVPages.init(num_pages=1, page_size=1, num_kv_heads=1, head_dim=8)
+        assert pages.v_pages.shape == pages.k_pages.shape
+        assert pages.k_pages.dtype == jnp.bfloat16
+
+
+class TestWrite:
+    @pytest.mark.parametrize("rows", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_cast_to_the_dtype_of_the_pages(self, dtype, rows):
+        pages, (k, v), slots = filled(dtype), tokens(5, dtype=rows), np.array([3, 35, 0, 17, 4], np.int32)
+        assert_same_bits(pages.write(k, v, slots), after_write(pages, k, v, slots))
+
+    @pytest.mark.parametrize("outside", [-1, -36, 36, 37, 2**31 - 1, -(2**31)])
+    def test_outside_the_pool_writes_nothing(self, outside):
+        pages, (k, v) = filled(), tokens(3)
+        slots = np.array([outside, 35, outside], np.int32)
+        assert_same_bits(pages.write(k, v, slots), after_write(pages, k, v, slots))
+        assert_same_bits(pages.write(k, v, np.full(3, outside, np.int32)), pages)
+
+    def test_no_rows_write_nothing(self):
+        assert_same_bits(filled().write(*tokens(0), np.zeros(0, np.int32)), filled())
+
+    def test_of_equal_slots_the_last_row_wins(self):
+        pages, (k, v) = filled(), tokens(200)
+        slots = np.random.default_rng(2).integers(-3, 40, 200).astype(np.int32)
+        assert max(collections.Counter(slots.tolist()).values()) > 3
+        assert_same_bits(pages.write(k, v, slots), after_write(pages, k, v, slots))
+
+    def test_the_old_pages_are_not_written(self):
+        pages, (k, v) = filled(), tokens(3)
+        before = np.array(pages.k_pages), np.array(pages.v_pages)
+        pages.write(k, v, np.arange(3, dtype=np.int32))
+        assert_same_bits(pages, before)
+
+    def test_non_finite_values_are_kept(self):
+        pages, (k, v) = filled(), tokens(2)
+        k[0], v[1] = np.nan, np.inf
+        slots = np.array([1, 2], np.int32)
+        assert_same_bits(pages.write(k, v, slots), after_write(pages, k, v, slots))
+
+
+class TestAppend:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_one_token_a_row_both_ways_of_writing_it(self, dtype):
+        pages, (k, v) = filled(dtype), tokens(3, 1, dtype=dtype)
+        tables = np.array([[5, 0, 2], [1, 8, 3], [4, 7, 6]], np.int32)
+        positions = np.array([[0], [5], [11]], np.int32)
+        expected = after_append(pages, k, v, tables, positions)
+        assert_same_bits(pages.append(k, v, tables, positions), expected)
+        assert_same_bits(pages.append(k[:, 0], v[:, 0], tables, positions[:, 0]), expected)
+
+    def test_random_positions_tables_and_padding(self):
+        rng = np.random.default_rng(3)
+        append = jax.jit(sk.KVPages.append)
+        for seed in range(30):
+            pages, (k, v) = filled(), tokens(3, 7, seed=seed)
+            tables = rng.permutation(NUM_PAGES).reshape(3, WIDTH).astype(np.int32)
+            tables[rng.random(tables.shape) < 0.2] = rng.choice(junk_entries(NUM_PAGES))
+            positions = rng.integers(-3, CAPACITY + 3, (3, 7)).astype(np.int32)
+            assert_same_bits(append(pages, k, v, tables, positions), after_append(pages, k, v, tables, positions))
+
+    @pytest.mark.parametrize("position", [-1, -(2**31), CAPACITY, 2**31 - 1])
+    def test_padding_and_past_the_table_write_nothing(self, position):
+        pages, (k, v) = filled(), tokens(2, 2)
+        tables = np.arange(6, dtype=np.int32).reshape(2, WIDTH)
+        positions = np.array([[0, position], [position, position]], np.int32)
+        assert_same_bits(pages.append(k, v, tables, positions), after_append(pages, k, v, tables, positions))
+
+    @pytest.mark.parametrize("page", junk_entries(NUM_PAGES))
+    def test_a_page_outside_the_pool_writes_nothing(self, page):
+        pages, (k, v) = filled(), tokens(2, 1)
+        tables = np.array([[page, 0, 0], [1, 0, 0]], np.int32)
+        positions = np.zeros((2, 1), np.int32)
+        assert_same_bits(pages.append(k, v, tables, positions), after_append(pages, k, v, tables, positions))
+
+    def test_of_tokens_at_one_position_the_last_wins(self):
+        pages, (k, v) = filled(), tokens(2, 3)
+        tables = np.array([[0, 1, 2], [0, 1, 2]], np.int32)  # one page in two rows, as a shared prefix has
+        positions = np.array([[4, 4, 5], [5, 6, 4]], np.int32)
+        assert_same_bits(pages.append(k, v, tables, positions), after_append(pages, k, v, tables, positions))
+
+    def test_token_by_token_is_all_at_once(self):
+        k, v = tokens(2, 10)
+        tables = np.array([[5, 0, 2], [1, 8, 3]], np.int32)
+        positions = np.tile(np.arange(10, dtype=np.int32), (2, 1))
+        stepped = filled()
+        for t in range(10):
+            stepped = stepped.append(k[:, t], v[:, t], tables, positions[:, t])
+        assert_same_bits(stepped, filled().append(k, v, tables, positions))
+
+
+class TestContiguous:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("length", "page_size"), [(1, 1), (7, 4), (8, 4), (9, 4), (5, 16), (10, 3)])
+    def test_round_trip(self, length, page_size, dtype):
+        k, v = tokens(3, length, dtype=dtype)
+        pages, tables = sk.KVPages.from_contiguous(k, v, page_size=page_size)
+        width = -(-length // page_size)
+        assert tables.shape == (3, width)
+        assert tables.dtype == jnp.int32
+        assert sorted(np.ravel(tables)) == list(range(3 * width))
+        got_k, got_v = pages.to_contiguous(tables, np.full(3, length, np.int32))
+        assert got_k.dtype == got_v.dtype == dtype
+        assert_same_bits((got_k[:, :length], got_v[:, :length]), (k, v))
+        assert not np.asarray(got_k[:, length:]).any()
+        assert not np.asarray(got_v[:, length:]).any()
+
+    def test_the_tail_of_the_last_page_is_zeros(self):
+        pages, _ = sk.KVPages.from_contiguous(*tokens(2, 6), page_size=4)
+        assert not np.asarray(pages.k_pages)[[1, 3], 2:].any()
+
+    def test_reads_own_live_tokens_only(self):
+        pages = filled()
+        tables = np.array([[5, -1, 99], [1, 8, 2**31 - 1], [3, 3, -(2**31)], [99, 99, 99]], np.int32)
+        lens = np.array([3, 8, 5, 0], np.int32)
+        k, v = pages.to_contiguous(tables, lens)
+        for got, pool in ((k, pages.k_pages), (v, pages.v_pages)):
+            expected = np.zeros((4, CAPACITY, *pool.shape[2:]), np.float32)
+            for row, n in enumerate(lens):
+                for t in range(n):
+                    expected[row, t] = np.asarray(pool)[tables[row, t // PAGE_SIZE], t % PAGE_SIZE]
+            assert_same_bits(got, expected)
+
+    @pytest.mark.parametrize("page", junk_entries(NUM_PAGES))
+    def test_a_live_page_outside_the_pool_is_nan(self, page):
+        tables = np.array([[5, page, 2], [1, 8, 3]], np.int32)
+        for got in filled().to_contiguous(tables, np.array([12, 12], np.int32)):
+            nan = np.isnan(got).all(axis=(2, 3))
+            assert nan[0].tolist() == [False] * 4 + [True] * 4 + [False] * 4
+            assert not np.isnan(got[1]).any()
+
+    def test_lengths_outside_the_table_are_cut_at_it(self):
+        tables = np.array([[5, 0, 2]], np.int32)
+        whole = filled().to_contiguous(tables, np.array([CAPACITY], np.int32))
+        assert_same_bits(filled().to_contiguous(tables, np.array([CAPACITY + 9], np.int32)), whole)
+        assert not np.asarray(filled().to_contiguous(tables, np.array([-1], np.int32))[0]).any()
+
+    def test_back_and_forth_gives_the_same_pages(self):
+        k, v = tokens(2, 9)
+        pages, tables = sk.KVPages.from_contiguous(k, v, page_size=4)
+        back = pages.to_contiguous(tables, np.array([9, 9], np.int32))
+        again, again_tables = sk.KVPages.from_contiguous(*back, page_size=4)
+        assert_same_bits((again, again_tables), (pages, tables))
+
+
+def donated_append(dtype, num_tokens):
+    """A compiled append into a pool of 2 MB or more, its arguments, and the bytes of the pool."""
+    pages = sk.KVPages.init(num_pages=512, page_size=16, num_kv_heads=2, head_dim=64, head_dim_v=32, dtype=dtype)
+    k = jnp.ones((4, num_tokens, 2, 64), dtype)
+    v = jnp.ones((4, num_tokens, 2, 32), dtype)
+    arguments = (pages, k, v, jnp.arange(32, dtype=jnp.int32).reshape(4, 8), jnp.zeros((4, num_tokens), jnp.int32))
+    compiled = jax.jit(sk.KVPages.append, donate_argnums=0).lower(*arguments).compile()
+    return compiled, arguments, pages.k_pages.nbytes + pages.v_pages.nbytes
+
+
+def copies_pools(dtype):
+    # XLA's CPU backend wrote bfloat16 through a float32 copy of the pool; jaxlib 0.11.2 does not.
+    version = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
+    return dtype == "bfloat16" and jax.default_backend() == "cpu" and version < (0, 11, 2)
+
+
+class TestDonation:
+    @pytest.mark.parametrize("num_tokens", [1, 16])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_append_writes_in_place(self, dtype, num_tokens):
+        compiled, _, pool_bytes = donated_append(dtype, num_tokens)
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= pool_bytes
+        if not copies_pools(dtype):
+            assert memory.temp_size_in_bytes < pool_bytes / 10
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_the_buffers_stay_the_same(self, dtype):
+        compiled, (pages, *rest), _ = donated_append(dtype, 1)
+        before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)]
+        after = compiled(pages, *rest)
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after)] == before
+        assert pages.k_pages.is_deleted()
+
+    def test_a_scan_of_steps_is_the_steps(self):
+        k, v = tokens(2, 10)
+        tables = np.array([[5, 0, 2], [1, 8, 3]], np.int32)
+
+        def step(pages, new):
+            k, v, position = new
+            return pages.append(k, v, tables, jnp.stack([position, position])), None
+
+        news = (k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(10, dtype=np.int32))
+        scanned, _ = jax.jit(lambda pages: jax.lax.scan(step, pages, news), donate_argnums=0)(filled())
+        positions = np.tile(np.arange(10, dtype=np.int32), (2, 1))
+        assert_same_bits(scanned, filled().append(k, v, tables, positions))
+
+
+class TestPytree:
+    def test_round_trip(self):
+        pages = filled()
+        leaves, tree = jax.tree.flatten(pages)
+        assert [x.shape for x in leaves] == [pages.k_pages.shape, pages.v_pages.shape]
+        again = jax.tree.unflatten(tree, leaves)
+        assert isinstance(again, sk.KVPages)
+        assert_same_bits(again, pages)
+
+    def test_names(self):
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(filled())]
+        assert paths == [".k_pages", ".v_pages"]
+
+    def test_layers_stack_and_map(self):
+        layers = jax.tree.map(lambda *x: jnp.stack(x), filled(seed=0), filled(seed=1))
+        assert layers.k_pages.shape == (2, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        assert_same_bits(jax.tree.map(lambda x: x[1], layers), filled(seed=1))
+
+    def test_through_jit_as_it_is(self):
+        assert_same_bits(jax.jit(lambda pages: pages)(filled()), filled())
+
+    def test_frozen(self):
+        with pytest.raises(AttributeError):
+            filled().k_pages = None
+
+
+class TestPageAllocator:
+    def test_hands_out_every_page_once_in_order(self):
+        alloc = sk.PageAllocator(5)
+        assert alloc.num_free == 5
+        assert alloc.allocate(2) == [0, 1]
+        assert alloc.allocate(0) == []
+        assert alloc.allocate(3) == [2, 3, 4]
+        assert alloc.num_free == 0
+        assert repr(alloc) == "PageAllocator(num_pages=5, num_free=0)"
+
+    def test_pages_come_back_in_the_order_of_their_freeing(self):
+        alloc = sk.PageAllocator(4)
+        alloc.allocate(4)
+        alloc.free([2])
+        alloc.free([0, 3])
+        assert alloc.allocate(2) == [2, 0]
+        alloc.free([1])
+        assert alloc.allocate(2) == [3, 1]
+
+    def test_freed_pages_queue_behind_those_never_used(self):
+        alloc = sk.PageAllocator(3)
+        alloc.free(alloc.allocate(1))
+        assert alloc.allocate(3) == [1, 2, 0]
+
+    def test_too_many_allocates_nothing(self):
+        alloc = sk.PageAllocator(3)
+        alloc.allocate(1)
+        with pytest.raises(sk.OutOfPages, match="asked for 3 pages, 2 of 3 are free: free sequences, or make the pool"):
+            alloc.allocate(3)
+        assert alloc.num_free == 2
+        assert alloc.allocate(2) == [1, 2]
+
+    @pytest.mark.parametrize("pages", [[1, 3], [1, 1], [1, 0], [1, -1], [1, 4]], ids=str)
+    def test_a_wrong_page_frees_nothing(self, pages):
+        alloc = sk.PageAllocator(4)
+        alloc.allocate(3)
+        alloc.free([0])
+        with pytest.raises(ValueError, match=r"page (3|1|0) is free already|page=(-1|4) is out of range"):
+            alloc.free(pages)
+        assert alloc.num_free == 2
+        assert alloc.allocate(2) == [3, 0]
+
+    @pytest.mark.parametrize("value", [True, 1.0, "1", None])
+    def test_not_whole_numbers(self, value):
+        alloc = sk.PageAllocator(4)
+        with pytest.raises(TypeError, match=r"count=.* must be a static whole number"):
+            alloc.allocate(value)
+        with pytest.raises(TypeError, match=r"page=.* must be a static whole number"):
+            alloc.free([value])
+        with pytest.raises(TypeError, match=r"num_pages=.* must be a static whole number"):
+            sk.PageAllocator(value)
+
+    def test_out_of_range(self):
+        with pytest.raises(ValueError, match="count=-1 is out of range"):
+            sk.PageAllocator(4).allocate(-1)
+        with pytest.raises(ValueError, match="num_pages=0 is out of range"):
+            sk.PageAllocator(0)
+
+    def test_numpy_integers_are_taken_and_python_ints_given(self):
+        alloc = sk.PageAllocator(np.int64(4))
+        pages = alloc.allocate(np.int32(2))
+        assert [type(page) for page in pages] == [int, int]
+        alloc.free(np.array(pages))
+        assert alloc.num_free == 4
+
+    @hypothesis.settings(derandomize=True, database=None, deadline=None, max_examples=100)
+    @hypothesis.given(num_pages=st.integers(1, 12), data=st.data())
+    def test_no_page_is_held_twice(self, num_pages, data):
+        alloc, queue, held = sk.PageAllocator(num_pages), list(range(num_pages)), []
+        for _ in range(data.draw(st.integers(1, 30))):
+            if data.draw(st.booleans()):
+                count = data.draw(st.integers(0, num_pages))
+                if count > len(queue):
+                    with pytest.raises(sk.OutOfPages):
+                        alloc.allocate(count)
+                else:
+                    pages = alloc.allocate(count)
+                    assert not set(pages) & set(held)
+                    assert pages == queue[:count]
+                    held += pages
+                    del queue[:count]
+            else:
+                pages = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+                alloc.free(pages)
+                queue += pages
+                held = [page for page in held if page not in pages]
+                if pages:
+                    with pytest.raises(ValueError, match="is free already"):
+                        alloc.free([pages[0]])
+            assert alloc.num_free == len(queue) == num_pages - len(held)
+
+
+def test_bits_of_the_untouched_slots_survive_a_cast():
+    """A write may not pass the rest of the pool through another dtype: a signalling NaN would lose its bits."""
+    patterns = np.arange(NUM_PAGES * PAGE_SIZE * KV_HEADS * HEAD_DIM, dtype=np.uint16) * 113
+    k = jax.lax.bitcast_convert_type(jnp.asarray(patterns), jnp.bfloat16)
+    pages = sk.KVPages(k.reshape(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), filled("bfloat16").v_pages)
+    if copies_pools("bfloat16"):
+        pytest.skip("this jaxlib passes bfloat16 through float32")
+    got = pages.write(*tokens(1, dtype="bfloat16"), np.array([-1], np.int32))
+    np.testing.assert_array_equal(bits(got.k_pages), bits(pages.k_pages))
