@@ -347,6 +347,7 @@ def decode_step(pages, q, k, v, block_tables, seq_lens, *, plan):
 
 
 def python_loop(pages, q, k, v, block_tables, seq_lens, *, plan):
+    out = jnp.zeros_like(q[0])
     for i in range(len(q)):
         pages, out, seq_lens = decode_step(pages, q[i], k[i], v[i], block_tables, seq_lens, plan=plan)
     return pages, out, seq_lens
