@@ -23,9 +23,9 @@ pytestmark = [
 ]
 
 SIZES = {
-    "gqa-llama": Config(heads=(32, 8), head_dim=128, longest=4096, splits=33, min_kv_per_split=64),
+    "gqa-llama": Config(heads=(32, 8), head_dim=128, longest=2048, splits=33, min_kv_per_split=64),
     "gqa-llama-f32": Config(
-        heads=(32, 8), head_dim=128, q_dtype="float32", longest=4096, splits=33, min_kv_per_split=64
+        heads=(32, 8), head_dim=128, q_dtype="float32", longest=2048, splits=33, min_kv_per_split=64
     ),
     "mqa-page64": Config(heads=(64, 1), head_dim=64, page_size=64, q_dtype="float32", longest=2048, splits=64),
 }

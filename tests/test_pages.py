@@ -1,16 +1,14 @@
 """The paged cache against a numpy model of it, its memory under donation, and the allocator of page ids."""
 
 import collections
-import re
 
 import hypothesis
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from support import TOLERANCE, assert_same_bits, bits, junk_entries
+from support import TOLERANCE, assert_same_bits, bits, copies_pools, junk_entries
 
 import splitk_jax as sk
 
@@ -226,12 +224,6 @@ def donated_append(dtype, num_tokens):
     return compiled, arguments, pages.k_pages.nbytes + pages.v_pages.nbytes
 
 
-def copies_pools(dtype):
-    # XLA's CPU backend wrote bfloat16 through a float32 copy of the pool; jaxlib 0.11.2 does not.
-    version = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
-    return dtype == "bfloat16" and jax.default_backend() == "cpu" and version < (0, 11, 2)
-
-
 class TestDonation:
     @pytest.mark.parametrize("num_tokens", [1, 16])
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -388,6 +380,6 @@ def test_bits_of_the_untouched_slots_survive_a_cast():
     k = jax.lax.bitcast_convert_type(jnp.asarray(patterns), jnp.bfloat16)
     pages = sk.KVPages(k.reshape(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM), filled("bfloat16").v_pages)
     if copies_pools("bfloat16"):
-        pytest.skip("this jaxlib passes bfloat16 through float32")
+        pytest.skip("this jaxlib writes bfloat16 through float32")
     got = pages.write(*tokens(1, dtype="bfloat16"), np.array([-1], np.int32))
     np.testing.assert_array_equal(bits(got.k_pages), bits(pages.k_pages))

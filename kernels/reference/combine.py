@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold
+from splitk_jax.kernels.reference import loops
 
 
 def combine(
@@ -18,6 +19,7 @@ def combine(
     flat = SplitPartials(*(x.reshape(batch * q_len, *x.shape[2:]) for x in partials))
 
     def combine_row(row: jax.Array, result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        row = loops.index(row)
         # The row is copied out first, so that the fold below has one shape whatever the batch is.
         parts = lax.optimization_barrier(
             SplitPartials(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in flat))
@@ -41,10 +43,9 @@ def combine(
             lax.dynamic_update_slice(lses, lse[None], (row, zero)),
         )
 
-    rows = lax.optimization_barrier(jnp.int32(batch * q_len))
     out, lse = lax.fori_loop(
         0,
-        rows,
+        loops.trip_count(batch * q_len),
         combine_row,
         (
             jnp.zeros_like(flat.o, out_dtype, shape=(batch * q_len, num_q_heads, head_dim_v)),

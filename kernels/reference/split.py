@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale
+from splitk_jax.kernels.reference import loops
 from splitk_jax.plan import DecodePlan
 
 
@@ -57,6 +58,7 @@ def split(
 
             def step(carry: tuple[jax.Array, SplitPartials]) -> tuple[jax.Array, SplitPartials]:
                 token, acc = carry
+                token = loops.index(token)
                 tokens = token + lax.iota(jnp.int32, plan.step_kv)
                 live = tokens < high
                 pages = table.at[tokens // page_size].get(mode="fill", fill_value=-1)
@@ -90,10 +92,8 @@ def split(
         )
         return lax.fori_loop(edges.first, edges.stop, attend_split, partials)
 
-    # Behind a barrier the compiler cannot see a batch of one and unroll it into another program.
-    rows = lax.optimization_barrier(jnp.int32(batch * q_len))
     empty = _empty((batch * q_len, plan.num_splits, num_kv_heads, group), head_dim_v, zero)
-    partials = lax.fori_loop(0, rows, attend_row, empty)
+    partials = lax.fori_loop(0, loops.trip_count(batch * q_len), attend_row, empty)
     lead = (batch, q_len, plan.num_splits, num_q_heads)
     return SplitPartials(
         o=partials.o.reshape(*lead, head_dim_v), m=partials.m.reshape(lead), l=partials.l.reshape(lead)
