@@ -100,7 +100,7 @@ class KVPages:
                 )
             k, v, positions = k[:, None], v[:, None], positions[:, None]
         block_tables = checks.as_array("block_tables", block_tables)
-        checks.require_shape("positions", positions, ("batch", "num_tokens"))
+        checks.require_shape("positions", positions, (positions.shape[0] if positions.ndim else "batch", "num_tokens"))
         batch, num_tokens = positions.shape
         checks.require_shape("k", k, (batch, num_tokens, *self.k_pages.shape[2:]))
         checks.require_shape("v", v, (batch, num_tokens, *self.v_pages.shape[2:]))
@@ -176,7 +176,8 @@ class KVPages:
 
         Returns:
           k and v, [batch, max_pages_per_seq * page_size, num_kv_heads, head_dim or head_dim_v]; zeros past a
-          sequence's end, NaN where a live page id is outside [0, num_pages).
+          sequence's end, NaN where a live page id is outside [0, num_pages), and throughout a row whose seq_len is
+          outside [0, max_pages_per_seq * page_size].
         """
         block_tables = checks.as_array("block_tables", block_tables)
         batch = block_tables.shape[0] if block_tables.ndim else 0
@@ -184,8 +185,9 @@ class KVPages:
         length = block_tables.shape[1] * self.page_size
         tokens = jnp.arange(length, dtype=jnp.int32)
         pages = block_tables[:, tokens // self.page_size]
-        live = tokens[None] < seq_lens[:, None]
-        page_ok = (pages >= 0) & (pages < self.num_pages)
+        length_ok = ((seq_lens >= 0) & (seq_lens <= length))[:, None]
+        live = (tokens[None] < seq_lens[:, None]) | ~length_ok
+        page_ok = (pages >= 0) & (pages < self.num_pages) & length_ok
         pages = jnp.where(page_ok, pages, 0)
 
         def gathered(pool: jax.Array) -> jax.Array:

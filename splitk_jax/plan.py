@@ -14,7 +14,7 @@ import numpy as np
 
 from splitk_jax import report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
-from splitk_jax.target import KV_DTYPES, whole_number
+from splitk_jax.target import BACKENDS, KV_DTYPES, whole_number
 
 TREE_VERSION = 1
 """Moves when the split rules or the fold change, since bits move with them."""
@@ -112,6 +112,23 @@ class DecodePlan:
     num_seqs: int = field(compare=False)
     max_seq_len: int | None = field(compare=False)
 
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "head_dim_v"):
+            whole_number(name, getattr(self, name), 1, 4096)
+        for name in ("page_size", "row_capacity", "num_splits", "min_kv_per_split", "block_kv", "step_kv"):
+            whole_number(name, getattr(self, name), 1, MAX_TOKENS)
+        for name in ("num_q_heads", "num_kv_heads", "heads_per_cta", "ctas"):
+            whole_number(name, getattr(self, name))
+        for name in ("q_dtype", "kv_dtype"):
+            dtype_name(name, getattr(self, name))
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(f"num_q_heads={self.num_q_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        for name, multiple in (("step_kv", self.step_kv), ("split_size", self.split_size)):
+            if multiple is not None and whole_number(name, multiple) % self.block_kv:
+                raise ValueError(f"{name}={multiple} must be a multiple of block_kv={self.block_kv}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend={self.backend!r} is not known: accepted are {', '.join(BACKENDS)}")
+
     @classmethod
     def make(
         cls,
@@ -154,8 +171,6 @@ class DecodePlan:
             raise TypeError(f"policy must be a Policy (load_policy(...)), got {type(policy).__name__}")
         num_q_heads = whole_number("num_q_heads", num_q_heads)
         num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
-        if num_q_heads % num_kv_heads:
-            raise ValueError(f"num_q_heads={num_q_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         head_dim = whole_number("head_dim", head_dim, 1, 4096)
         head_dim_v = head_dim if head_dim_v is None else whole_number("head_dim_v", head_dim_v, 1, 4096)
         page_size = whole_number("page_size", page_size, 1, MAX_TOKENS)

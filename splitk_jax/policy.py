@@ -12,6 +12,7 @@ from splitk_jax import report
 from splitk_jax.target import (
     OVERRIDES,
     ConfigError,
+    Environment,
     Target,
     Tile,
     check_override,
@@ -274,13 +275,16 @@ def resolve_policy(
     Raises:
       ConfigError: an unknown key or variable, or a value that is not accepted.
     """
+    return _resolve(target, read_environment(environ), ahead_of_time, overrides)
+
+
+def _resolve(target: Target, environment: Environment, ahead_of_time: bool, overrides: dict[str, Any]) -> Policy:
     values: dict[str, tuple[Any, str]] = dict(_DEFAULTS)
     values["target_ctas"] = (target.sm_count, "default: sm_count")
     origins = dict(target.origins)
     values |= {key: (value, origins[key]) for key, value in target.settings}
     values |= {
-        key: (value, f"environment variable {variable}")
-        for key, (value, variable) in read_environment(environ).overrides.items()
+        key: (value, f"environment variable {variable}") for key, (value, variable) in environment.overrides.items()
     }
     values |= {key: (check_override(key, value), f"argument {key}") for key, value in overrides.items()}
     return Policy(
@@ -333,7 +337,7 @@ def load_policy(
         found = target_for_device(device.device_kind, config_dir=environment.config_dir)
         if not ahead_of_time:
             check_sm_count(found.sm_count, found.source, device)
-    return resolve_policy(found, environ=environ, ahead_of_time=ahead_of_time, **overrides)
+    return _resolve(found, environment, ahead_of_time, overrides)
 
 
 def check_sm_count(sm_count: int, source: str, device: Any) -> None:

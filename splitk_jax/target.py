@@ -247,6 +247,16 @@ class Target:
     tiles: tuple[Tile, ...]
     origins: tuple[tuple[str, str], ...] = field(compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        for key, spec in HARDWARE_KEYS.items():
+            value = self.hardware_name if key == "name" else getattr(self, key)
+            if value is not None or spec.required:
+                _checked(key, spec, list(value) if type(value) is tuple else value)
+        for key, value in self.settings:
+            check_override(key, value)
+        if not self.tiles or not all(isinstance(tile, Tile) for tile in self.tiles):
+            raise ConfigError(f"tiles={self.tiles!r} is not valid: accepted is a tuple of at least one Tile")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:

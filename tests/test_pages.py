@@ -200,11 +200,14 @@ class TestContiguous:
             assert nan[0].tolist() == [False] * 4 + [True] * 4 + [False] * 4
             assert not np.isnan(got[1]).any()
 
-    def test_lengths_outside_the_table_are_cut_at_it(self):
-        tables = np.array([[5, 0, 2]], np.int32)
-        whole = filled().to_contiguous(tables, np.array([CAPACITY], np.int32))
-        assert_same_bits(filled().to_contiguous(tables, np.array([CAPACITY + 9], np.int32)), whole)
-        assert not np.asarray(filled().to_contiguous(tables, np.array([-1], np.int32))[0]).any()
+    @pytest.mark.parametrize("length", [-1, -(2**31), CAPACITY + 1, 2**31 - 1])
+    def test_a_length_outside_the_table_is_nan_for_its_row_only(self, length):
+        tables = np.array([[5, 0, 2], [1, 8, 3]], np.int32)
+        whole = filled().to_contiguous(tables, np.array([CAPACITY, CAPACITY], np.int32))
+        got = filled().to_contiguous(tables, np.array([length, CAPACITY], np.int32))
+        for ours, theirs in zip(got, whole, strict=True):
+            assert np.isnan(ours[0]).all()
+            assert_same_bits(ours[1], theirs[1])
 
     def test_back_and_forth_gives_the_same_pages(self):
         k, v = tokens(2, 9)
@@ -212,6 +215,13 @@ class TestContiguous:
         back = pages.to_contiguous(tables, np.array([9, 9], np.int32))
         again, again_tables = sk.KVPages.from_contiguous(*back, page_size=4)
         assert_same_bits((again, again_tables), (pages, tables))
+
+
+def test_an_empty_batch_writes_nothing():
+    pages = filled()
+    none = np.zeros((0, 3), np.int32)
+    assert_same_bits(pages.append(*tokens(0, 2), none, none[:, :2]), pages)
+    assert_same_bits(pages.append(*(x[:, 0] for x in tokens(0, 2)), none, none[:, 0]), pages)
 
 
 def donated_append(dtype, num_tokens):

@@ -160,6 +160,23 @@ class TestPlanIsAValue:
             if field.compare:
                 assert type(getattr(plan, field.name)) in (int, str, type(None)), field.name
 
+    @pytest.mark.parametrize(
+        ("field", "value", "error", "match"),
+        [
+            ("num_splits", 0, ValueError, "num_splits=0 is out of range"),
+            ("num_splits", True, TypeError, "num_splits=True must be a static whole number"),
+            ("num_q_heads", 33, ValueError, "num_q_heads=33 must be a multiple of num_kv_heads=8"),
+            ("step_kv", 100, ValueError, "step_kv=100 must be a multiple of block_kv=64"),
+            ("split_size", 100, ValueError, "split_size=100 must be a multiple of block_kv=64"),
+            ("kv_dtype", "int8", NotImplementedError, "kv_dtype=int8: quantised KV"),
+            ("backend", "cuda", ValueError, "backend='cuda' is not known: accepted are reference"),
+        ],
+    )
+    def test_is_checked_however_it_is_made(self, field, value, error, match):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        with pytest.raises(error, match=match):
+            dataclasses.replace(plan, **{field: value})
+
     @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16")])
     def test_dtypes_by_name_or_value(self, dtype):
         assert sk.load_policy("h200", environ={}).plan(**SHAPE, kv_dtype=dtype).kv_dtype == "bfloat16"

@@ -1,5 +1,6 @@
 """Target files and the environment: every key has a reader, and every wrong one is an error that names it."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -291,6 +292,20 @@ class TestWrongFiles:
     def test_a_target_is_named_by_a_string(self, tmp_path):
         with pytest.raises(TypeError, match="target="):
             sk.load_policy(tmp_path, environ={})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("sm_count", 0, "sm_count=0 is not valid: accepted is a whole number from 1 to 4096"),
+        ("arch", "hopper", "arch='hopper' is not valid"),
+        ("settings", (("splits", True),), "splits=True is not valid"),
+        ("tiles", (), r"tiles=\(\) is not valid"),
+    ],
+)
+def test_a_target_is_checked_however_it_is_made(field, value, match):
+    with pytest.raises(sk.ConfigError, match=match):
+        dataclasses.replace(sk.load_target("h200"), **{field: value})
 
 
 class TestUserTargets:

@@ -25,10 +25,12 @@ def split(
     plan: DecodePlan,
     window: int | None,
     softcap: float | None,
-) -> (
-    SplitPartials
-):  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l f32[batch, q_len, num_splits, num_q_heads]
-    """Computes the partials of every split of every row, as `kernels/README.md` has it."""
+) -> SplitPartials:
+    """Computes the partials of every split of every row, as `kernels/README.md` has it.
+
+    Returns:
+      o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m and l without its last axis.
+    """
     batch, q_len, num_q_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, _ = k_pages.shape
     group, head_dim_v = num_q_heads // num_kv_heads, v_pages.shape[-1]
