@@ -1,12 +1,14 @@
 # make demo   decode real text with a real model       make test      the test suite
 # make lint   format, lint and types                   make test-hf   compare the example with transformers
-# PYTHON chooses the interpreter that the virtual environment is made from.
+# PYTHON chooses the interpreter that the virtual environment is made from, JOBS the processes that run tests: whole
+# files each, since a file's tests share what they compile.
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TEST_ARGS ?=
+JOBS ?= 2
 DEMO_ARGS ?=
 
 # One stamp for each set of packages: a changed pyproject.toml or interpreter makes it anew, else set-up is a no-op.
@@ -19,7 +21,7 @@ demo: $(call stamp,demo)
 	$(PY) examples/decode.py $(DEMO_ARGS)
 
 test: $(call stamp,test)
-	$(PY) -m pytest $(TEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(TEST_ARGS)
 
 test-hf: $(call stamp,demo) $(call stamp,test) $(call stamp,hf)
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -m hf tests/hf $(TEST_ARGS)
