@@ -27,7 +27,7 @@ def as_array(name: str, x: Any) -> jax.Array:
         numeric = x.dtype == bool or jnp.issubdtype(x.dtype, np.number)
         # Without x64, jnp.asarray would narrow 64 bits without a word.
         if not numeric or x.dtype.itemsize > 4:
-            raise TypeError(f"{name}.dtype={x.dtype} is not accepted: cast it yourself (int32 or float32)")
+            raise TypeError(f"{name}.dtype={x.dtype} is not accepted and not cast for you: 64 bits would be narrowed")
     return jnp.asarray(x, dtype=x.dtype)
 
 

@@ -15,9 +15,10 @@ from splitk_jax.target import (
     ENV_PREFIX,
     ConfigError,
     Target,
-    load_targets,
+    load_target,
     override_from_text,
     read_environment,
+    target_files,
 )
 
 
@@ -48,25 +49,38 @@ def main() -> None:
 @_as_json
 def targets(as_json: bool) -> None:
     """List the targets: the packaged ones and those in SPLITK_JAX_CONFIG_DIR."""
-    found = load_targets(read_environment().config_dir)
+    config_dir = read_environment().config_dir
+    found, broken = [], []
+    for name in target_files(config_dir):
+        try:
+            found.append(load_target(name, config_dir=config_dir))
+        except ConfigError as e:
+            broken.append(str(e))
     if as_json:
         click.echo(json.dumps([_target_facts(t) for t in found], indent=2))
-        return
+        return _refuse(broken)
     rows = [
         (t.name, t.hardware_name, t.arch, declared["backend"], declared["splits"], t.source, t.sm_count, t.hbm_gb_per_s)
         for t, declared in ((t, dict(t.settings)) for t in found)
     ]
     header = ("target", "part", "arch", "backend", "splits", "file", "SMs", "GB/s")
     click.echo(report.render(report.table("targets", header, rows, left=6)))
+    return _refuse(broken)
+
+
+def _refuse(broken: list[str]) -> None:
+    """Ends a listing with what could not be listed."""
+    if broken:
+        raise _Refused("; ".join(broken))
 
 
 @main.command()
-@click.argument("target")
+@click.argument("target", required=False)
 @_as_json
-def show(target: str, as_json: bool) -> None:
+def show(target: str | None, as_json: bool) -> None:
     """Show TARGET (a name or a path): its hardware, its tiles, and every setting with its origin.
 
-    Variables of the environment are laid over the file, as they are for a program.
+    Without TARGET: SPLITK_JAX_TARGET, else the first JAX device's. Variables of the environment are laid over the file, as they are for a program.
     """
     policy = load_policy(target)
     assert policy.target is not None  # load_policy always names one

@@ -92,24 +92,22 @@ class KVPages:
         """
         k, v = checks.as_array("k", k), checks.as_array("v", v)
         positions = checks.as_array("positions", positions)
-        if positions.ndim == 1:
-            if k.ndim != 3 or v.ndim != 3:
-                raise ValueError(
-                    "k and v must be [batch, num_kv_heads, head_dim] when positions is [batch], got shapes"
-                    f" {list(k.shape)} and {list(v.shape)}"
-                )
-            k, v, positions = k[:, None], v[:, None], positions[:, None]
         block_tables = checks.as_array("block_tables", block_tables)
-        checks.require_shape("positions", positions, (positions.shape[0] if positions.ndim else "batch", "num_tokens"))
-        batch, num_tokens = positions.shape
-        checks.require_shape("k", k, (batch, num_tokens, *self.k_pages.shape[2:]))
-        checks.require_shape("v", v, (batch, num_tokens, *self.v_pages.shape[2:]))
+        if positions.ndim not in (1, 2):
+            raise ValueError(f"positions must be [batch] or [batch, num_tokens], got shape {list(positions.shape)}")
+        batch = positions.shape[0]
+        checks.require_shape("positions", positions, (batch, "num_tokens")[: positions.ndim])
+        checks.require_shape("k", k, (*positions.shape, *self.k_pages.shape[2:]))
+        checks.require_shape("v", v, (*positions.shape, *self.v_pages.shape[2:]))
         checks.require_shape("block_tables", block_tables, (batch, "max_pages_per_seq"))
         checks.require_dtype("block_tables", block_tables, "int32")
         checks.require_dtype("positions", positions, "int32")
+        n = positions.size
+        if not n:
+            return self
+        positions = positions.reshape(batch, n // batch)
         slots = _slots(block_tables, positions, page_size=self.page_size, num_pages=self.num_pages)
-        flat = batch * num_tokens
-        return self.write(k.reshape(flat, *k.shape[2:]), v.reshape(flat, *v.shape[2:]), slots.reshape(flat))
+        return self.write(k.reshape(n, *k.shape[-2:]), v.reshape(n, *v.shape[-2:]), slots.reshape(n))
 
     def write(self, k: jax.Array, v: jax.Array, slots: jax.Array) -> "KVPages":
         """Writes rows to slots of the pool.
@@ -266,8 +264,10 @@ class PageAllocator:
         """Gives pages back, all or none.
 
         Raises:
-          ValueError: a page outside the pool, one that is free already, or one given twice.
+          ValueError: a page outside the pool, one that is free already, or one given twice. TypeError: no page ids.
         """
+        if not isinstance(pages, Iterable):
+            raise TypeError(f"pages={pages!r} must be page ids as `allocate` gave them, got {type(pages).__name__}")
         returned: dict[int, None] = {}
         for page in pages:
             page = whole_number("page", page, 0, self.num_pages - 1)

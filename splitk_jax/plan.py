@@ -272,9 +272,9 @@ class DecodePlan:
         ]
 
     def fingerprint(self) -> str:
-        """A name for the bits that this plan gives: equal fingerprints promise equal bits, different ones nothing.
+        """A name for the bits that this plan gives on the device it is for: there, equal fingerprints promise equal bits.
 
-        Over the tree and its version, the tile, the backend, the target's hardware and the versions of splitk_jax,
+        Different ones promise nothing. Over the tree and its version, the tile, the backend, the target's hardware and the versions of splitk_jax,
         jax and jaxlib. Starts no backend.
         """
         target = self.policy.target
@@ -314,9 +314,8 @@ class DecodePlan:
                 }
             )
         contexts = []
-        for tokens in REPORT_CONTEXTS:
-            if tokens > self.max_tokens:
-                continue
+        asked = set() if self.max_seq_len is None else {self.max_seq_len}
+        for tokens in sorted(asked.union(n for n in REPORT_CONTEXTS if n <= self.max_tokens)):
             edges = self.edges(np.int64(tokens))
             contexts.append(
                 {

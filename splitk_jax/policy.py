@@ -156,8 +156,9 @@ class Policy:
         for tile in self.tiles:
             for key in ("min_kv_per_split", *(("split_size",) if self.splits == "fixed_size" else ())):
                 if getattr(self, key) % tile.block_kv:
+                    origin = dict(self.origins).get(key, "argument of Policy")
                     raise ConfigError(
-                        f"{key}={getattr(self, key)} is not valid: accepted is a multiple of the tile's"
+                        f"{key}={getattr(self, key)} ({origin}) is not valid: accepted is a multiple of the tile's"
                         f" block_kv={tile.block_kv}, on which split edges lie"
                     )
 
@@ -237,7 +238,7 @@ def num_splits(
     if max_seq_len is None:
         raise ValueError(
             f"max_seq_len=None: the {policy.splits} rule needs the longest KV a launch can attend to, in tokens"
-            " (block table width * page_size, or top-k); give max_seq_len"
+            " (block-table width * page_size); give max_seq_len (--max-seq-len)"
         )
     if policy.splits == "adaptive":
         assert policy.target_ctas is not None  # set in __post_init__

@@ -291,7 +291,7 @@ class TestPages:
             (
                 {"positions": ints(BATCH)},
                 ValueError,
-                r"k and v must be .* when positions is \[batch\], got .*\[2, 3, 2, 8\]",
+                r"k must be \[2, 2, 8\], got shape \[2, 3, 2, 8\] of rank 4",
             ),
             ({"positions": ints(3, 3)}, ValueError, r"k.shape\[0\]=2 must be 3"),
             ({"positions": ints(BATCH, 0)}, ValueError, r"positions.shape\[1\]=0 must be at least 1"),
@@ -299,7 +299,7 @@ class TestPages:
             (
                 {"positions": np.int32(0)},
                 ValueError,
-                r"positions must be \[batch, num_tokens\], got shape \[\] of rank 0",
+                r"positions must be \[batch\] or \[batch, num_tokens\], got shape \[\]",
             ),
             ({"block_tables": ints(3, WIDTH)}, ValueError, r"block_tables.shape\[0\]=3 must be 2"),
             ({"block_tables": zeros(BATCH, WIDTH, dtype="uint8")}, TypeError, "block_tables.dtype=uint8 must be int32"),

@@ -33,6 +33,18 @@ def test_targets_lists_the_users_too(tmp_path):
     assert (mine["declared"]["splits"], mine["packaged"]) == (11, False)
 
 
+def test_targets_lists_the_good_ones_beside_a_broken_one(tmp_path):
+    (tmp_path / "broken.toml").write_text("schema = 1\nbase = 'h200'\n[policy]\nsplit = 11\n")
+    done = run("targets", env={"SPLITK_JAX_CONFIG_DIR": str(tmp_path)})
+    assert " h200 " in done.stdout
+    assert done.exit_code == 2
+    assert f"{tmp_path}/broken.toml: [policy] split=11 is not known" in done.stderr
+
+
+def test_show_takes_the_target_of_the_environment():
+    assert "NVIDIA GB10" in run("show", env={"SPLITK_JAX_TARGET": "gb10"}).output
+
+
 def test_show_prints_hardware_tiles_and_origins():
     done = run("show", "h200", env={"SPLITK_JAX_MAX_SPLITS": "8"})
     assert done.exit_code == 0

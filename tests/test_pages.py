@@ -217,6 +217,11 @@ class TestContiguous:
         assert_same_bits((again, again_tables), (pages, tables))
 
 
+def test_only_page_ids_are_freed():
+    with pytest.raises(TypeError, match="pages=3 must be page ids"):
+        sk.PageAllocator(4).free(3)
+
+
 def test_an_empty_batch_writes_nothing():
     pages = filled()
     none = np.zeros((0, 3), np.int32)

@@ -286,6 +286,11 @@ class TestExplain:
             assert row["tokens_per_split"] == live[0][1]
             assert row["kv_bytes"] == row["tokens"] * 8 * 256 * 2
 
+    def test_report_has_the_length_that_was_asked_for(self):
+        policy = sk.load_policy("h200", environ={}, splits="fixed_size")
+        tokens = [row["tokens"] for row in policy.plan(**SHAPE, max_seq_len=8192).report()["contexts"]]
+        assert tokens == [256, 1024, 4096, 8192]
+
     def test_adaptive_report_has_each_buckets_own_count(self):
         policy = sk.load_policy("rtx_pro_6000", environ={}, splits="adaptive", max_splits=8, min_kv_per_split=64)
         plan = policy.plan(
