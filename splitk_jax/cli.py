@@ -80,7 +80,8 @@ def _refuse(broken: list[str]) -> None:
 def show(target: str | None, as_json: bool) -> None:
     """Show TARGET (a name or a path): its hardware, its tiles, and every setting with its origin.
 
-    Without TARGET: SPLITK_JAX_TARGET, else the first JAX device's. Variables of the environment are laid over the file, as they are for a program.
+    Without TARGET: SPLITK_JAX_TARGET, else the first JAX device's. Variables of the environment are laid over the
+    file, as they are for a program.
     """
     policy = load_policy(target)
     assert policy.target is not None  # load_policy always names one

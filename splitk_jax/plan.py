@@ -272,10 +272,11 @@ class DecodePlan:
         ]
 
     def fingerprint(self) -> str:
-        """A name for the bits that this plan gives on the device it is for: there, equal fingerprints promise equal bits.
+        """A name for the bits that this plan gives on the device it is for.
 
-        Different ones promise nothing. Over the tree and its version, the tile, the backend, the target's hardware and the versions of splitk_jax,
-        jax and jaxlib. Starts no backend.
+        There, equal fingerprints promise equal bits; different ones promise nothing. Over the tree and its version,
+        the tile, the backend, the target's hardware and the versions of splitk_jax, jax and jaxlib; the device that
+        the plan runs on is not looked at, and no backend is started.
         """
         target = self.policy.target
         facts = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}

@@ -77,7 +77,7 @@ REFUSED = [
     ({"q": zeros(BATCH, 2, 3, 8)}, ValueError, r"q.shape\[2\]=3 must be 4: expected \[2, q_len, 4, 8\]"),
     ({"q": zeros(3, 4, 8)}, ValueError, r"q.shape\[0\]=3 is above the plan's row capacity 2: plan with"),
     ({"q": zeros(BATCH, 4, 8, dtype="bfloat16")}, TypeError, "q.dtype=bfloat16 must be float32; it is not"),
-    ({"q": zeros(BATCH, 4, 8, dtype="float64")}, TypeError, "q.dtype=float64 is not accepted: cast it"),
+    ({"q": zeros(BATCH, 4, 8, dtype="float64")}, TypeError, "q.dtype=float64 is not accepted and not cast"),
     ({"k_pages": zeros(NUM_PAGES, 4, 2)}, ValueError, r"k_pages must be \[num_pages, 4, 2, 8\], got .* rank 3"),
     ({"k_pages": zeros(0, 4, 2, 8)}, ValueError, r"k_pages.shape\[0\]=0 must be at least 1"),
     ({"k_pages": zeros(NUM_PAGES, 8, 2, 8)}, ValueError, r"k_pages.shape\[1\]=8 must be 4"),
