@@ -91,8 +91,9 @@ def paged_decode_attention(
     Returns:
       out: q's shape with head_dim_v lanes, q's dtype. With `return_lse`, (out, lse): lse is f32 of q's shape without
       its last axis, natural log, over the scaled and capped logits and the sink. A row that attends no token has
-      out 0 and lse -inf (with sinks: the sink's logit). A row with seq_len below 0 or above what its table holds, or
-      with a live page id outside [0, num_pages), is NaN, and no other row is touched.
+      out 0 and lse -inf (with sinks: the sink's logit). A row of a sequence with seq_len below 0, a row whose own
+      length is above what its table or the plan holds, and a row with a live page id outside [0, num_pages) are NaN,
+      and no other row is touched.
 
     Raises:
       ValueError, TypeError: an argument that is not accepted, naming it, what was got and what is accepted.
@@ -103,6 +104,8 @@ def paged_decode_attention(
       alone: not on the batch, neighbours, table width, page ids, pool size or dead entries; and a row of a q_len > 1
       call has the bits of a one-token call at its position.
     """
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse={return_lse!r} must be a bool, got {type(return_lse).__name__}")
     arrays, options = checks.decode_arguments(
         q,
         k_pages,

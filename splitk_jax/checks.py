@@ -14,6 +14,9 @@ import numpy as np
 from splitk_jax.plan import MAX_TOKENS, DecodePlan
 from splitk_jax.target import KV_DTYPES, whole_number
 
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Below it a float32 is subnormal, and arithmetic may take it for 0."""
+
 
 def as_array(name: str, x: Any) -> jax.Array:
     """Takes a JAX or numpy array, without a silent cast.
@@ -21,13 +24,14 @@ def as_array(name: str, x: Any) -> jax.Array:
     Raises:
       TypeError: anything else.
     """
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+    # A masked array would lose its mask.
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a jax or numpy array, got {type(x).__name__}")
     if not isinstance(x, jax.Array):
         numeric = x.dtype == bool or jnp.issubdtype(x.dtype, np.number)
         # Without x64, jnp.asarray would narrow 64 bits without a word.
-        if not numeric or x.dtype.itemsize > 4:
-            raise TypeError(f"{name}.dtype={x.dtype} is not accepted and not cast for you: 64 bits would be narrowed")
+        if not numeric or x.dtype.itemsize > 4 or not x.dtype.isnative:
+            raise TypeError(f"{name}.dtype={x.dtype} is not accepted and not cast for you (64 bits would be narrowed)")
     return jnp.asarray(x, dtype=x.dtype)
 
 
@@ -154,8 +158,8 @@ def scalar(name: str, x: Any) -> jax.Array:
             raise TypeError(f"{name}.dtype={x.dtype} must be a float")
     if not isinstance(x, jax.Array):
         x = _float32(x)
-        if not (math.isfinite(x) and x > 0):
-            raise ValueError(f"{name}={given!r} must be finite and above 0 as a float32")
+        if not (math.isfinite(x) and x >= SMALLEST):
+            raise ValueError(f"{name}={given!r} must be finite and above 0 as a float32 (at least {SMALLEST:.3g})")
     return jnp.asarray(x).astype(jnp.float32)
 
 
@@ -171,12 +175,22 @@ def _softcap(x: Any) -> float | None:
     if isinstance(x, bool) or not isinstance(x, int | float | np.floating | np.integer):
         raise TypeError(f"softcap={x!r} must be a static number or None, got {type(x).__name__}")
     cap = float(_float32(x))
-    if not (math.isfinite(cap) and (cap > 0 or x == 0)):
-        raise ValueError(f"softcap={x!r} must be finite and above 0 as a float32; None or 0 is no cap")
+    if not (math.isfinite(cap) and (cap >= SMALLEST or x == 0)):
+        raise ValueError(
+            f"softcap={x!r} must be finite and above 0 as a float32 (at least {SMALLEST:.3g}); None or 0 is no cap"
+        )
     return cap or None
 
 
-def validate_batch(block_tables: Any, seq_lens: Any, *, num_pages: int, page_size: int) -> None:
+def validate_batch(
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    num_pages: int,
+    page_size: int,
+    plan: DecodePlan | None = None,
+    window: int | None = None,
+) -> None:
     """Looks at the values of a batch on the host and says what a kernel could only turn into NaN.
 
     A debugging aid: it waits for the arrays, and no library function calls it.
@@ -186,23 +200,30 @@ def validate_batch(block_tables: Any, seq_lens: Any, *, num_pages: int, page_siz
       seq_lens: i32[batch], tokens.
       num_pages: pages of the pool.
       page_size: tokens of a page.
+      plan: the plan of the call, whose tree may hold fewer tokens than the table.
+      window: the window of the call, before which pages are not live.
 
     Raises:
       ValueError: the first row with a length outside the table or a live page id outside the pool, naming both.
     """
+    if plan is not None:
+        require_plan(plan)
+    if window is not None:
+        window = whole_number("window", window)
     whole_number("num_pages", num_pages)
     page_size = whole_number("page_size", page_size)
     tables = np.asarray(as_array("block_tables", block_tables))
     batch = tables.shape[0] if tables.ndim else 0
     table_arguments(block_tables, seq_lens, batch=batch, page_size=page_size)
-    capacity = tables.shape[1] * page_size
+    capacity = min(tables.shape[1] * page_size, MAX_TOKENS if plan is None else plan.max_tokens)
     for row, seq_len in enumerate(np.asarray(seq_lens)):
         if not 0 <= seq_len <= capacity:
-            raise ValueError(f"seq_lens[{row}]={seq_len} is outside [0, {capacity}], what its block table can hold")
-        live = tables[row, : -(-int(seq_len) // page_size)]
+            raise ValueError(f"seq_lens[{row}]={seq_len} is outside [0, {capacity}], what its table and plan can hold")
+        first = 0 if window is None else max(int(seq_len) - window, 0) // page_size
+        live = tables[row, first : -(-int(seq_len) // page_size)]
         bad = np.flatnonzero((live < 0) | (live >= num_pages))
         if bad.size:
             raise ValueError(
-                f"block_tables[{row}, {bad[0]}]={live[bad[0]]} is live (seq_lens[{row}]={seq_len}) and outside"
+                f"block_tables[{row}, {first + bad[0]}]={live[bad[0]]} is live (seq_lens[{row}]={seq_len}) and outside"
                 f" [0, {num_pages}), the pages of the pool"
             )

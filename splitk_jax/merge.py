@@ -52,6 +52,9 @@ def _states(name: str, states: jax.Array | Sequence[jax.Array]) -> list[jax.Arra
 
 @jax.jit
 def _merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # Behind barriers, what stands around the call can neither keep more precision than outs and lses have, nor fold
+    # constants through the sums: eager and inside a larger jit give the same bits.
+    outs, lses = jax.lax.optimization_barrier((outs, lses))
     largest = lses[0]
     for lse in lses[1:]:
         largest = jnp.maximum(largest, lse)
@@ -63,4 +66,5 @@ def _merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax
         total += weight
         merged += jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
     out = jnp.where(total[..., None] == 0, 0.0, merged / total[..., None])
-    return out.astype(outs[0].dtype), jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))
+    lse = jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))
+    return jax.lax.optimization_barrier((out.astype(outs[0].dtype), lse))

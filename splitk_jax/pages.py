@@ -53,10 +53,7 @@ class KVPages:
           NotImplementedError: a quantised dtype.
         """
         num_pages, page_size = whole_number("num_pages", num_pages), whole_number("page_size", page_size)
-        if num_pages * page_size > INT_MAX:
-            raise ValueError(
-                f"num_pages={num_pages} * page_size={page_size} is above the {INT_MAX} slots that an int32 counts"
-            )
+        _require_slots(num_pages, page_size)
         lead = (num_pages, page_size, whole_number("num_kv_heads", num_kv_heads))
         head_dim = whole_number("head_dim", head_dim)
         head_dim_v = head_dim if head_dim_v is None else whole_number("head_dim_v", head_dim_v)
@@ -72,6 +69,15 @@ class KVPages:
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.k_pages.shape[1]
+
+    def _require_valid(self) -> None:
+        # Not in __post_init__: pytrees are unflattened with whatever a transformation puts in the leaves.
+        k_pages, v_pages = checks.as_array("k_pages", self.k_pages), checks.as_array("v_pages", self.v_pages)
+        checks.require_shape("k_pages", k_pages, ("num_pages", "page_size", "num_kv_heads", "head_dim"))
+        checks.require_shape("v_pages", v_pages, (*k_pages.shape[:3], "head_dim_v"))
+        checks.require_dtype("k_pages", k_pages, *KV_DTYPES)
+        checks.require_dtype("v_pages", v_pages, k_pages.dtype.name)
+        _require_slots(*k_pages.shape[:2])
 
     def append(self, k: jax.Array, v: jax.Array, block_tables: jax.Array, positions: jax.Array) -> "KVPages":
         """Writes new tokens at their positions.
@@ -90,6 +96,7 @@ class KVPages:
         Raises:
           ValueError, TypeError: shapes or dtypes that are not accepted.
         """
+        self._require_valid()
         k, v = checks.as_array("k", k), checks.as_array("v", v)
         positions = checks.as_array("positions", positions)
         block_tables = checks.as_array("block_tables", block_tables)
@@ -124,14 +131,14 @@ class KVPages:
         Raises:
           ValueError, TypeError: shapes or dtypes that are not accepted.
         """
+        self._require_valid()
         k, v, slots = checks.as_array("k", k), checks.as_array("v", v), checks.as_array("slots", slots)
         checks.require_shape("slots", slots, (slots.shape[0] if slots.ndim else "n",))
         checks.require_dtype("slots", slots, "int32")
         checks.require_shape("k", k, (slots.shape[0], *self.k_pages.shape[2:]))
         checks.require_shape("v", v, (slots.shape[0], *self.v_pages.shape[2:]))
         for name, x in (("k", k), ("v", v)):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise TypeError(f"{name}.dtype={x.dtype} must be a float")
+            checks.require_dtype(name, x, *KV_DTYPES)
         slots = _last_writer(slots, self.num_pages * self.page_size)
         return KVPages(_scatter(self.k_pages, k, slots), _scatter(self.v_pages, v, slots))
 
@@ -158,6 +165,7 @@ class KVPages:
         checks.require_dtype("v", v, k.dtype.name)
         batch, length = k.shape[:2]
         width = -(-length // page_size)
+        _require_slots(batch * width, page_size)
 
         def paged(x: jax.Array) -> jax.Array:
             padded = jnp.pad(x, ((0, 0), (0, width * page_size - length), (0, 0), (0, 0)))
@@ -177,6 +185,7 @@ class KVPages:
           sequence's end, NaN where a live page id is outside [0, num_pages), and throughout a row whose seq_len is
           outside [0, max_pages_per_seq * page_size].
         """
+        self._require_valid()
         block_tables = checks.as_array("block_tables", block_tables)
         batch = block_tables.shape[0] if block_tables.ndim else 0
         block_tables, seq_lens = checks.table_arguments(block_tables, seq_lens, batch=batch, page_size=self.page_size)
@@ -194,6 +203,13 @@ class KVPages:
             return jnp.where(live[..., None, None], x, 0).astype(pool.dtype)
 
         return gathered(self.k_pages), gathered(self.v_pages)
+
+
+def _require_slots(num_pages: int, page_size: int) -> None:
+    if num_pages * page_size > INT_MAX:
+        raise ValueError(
+            f"num_pages={num_pages} * page_size={page_size} is above the {INT_MAX} slots that an int32 counts"
+        )
 
 
 def _slots(block_tables: jax.Array, positions: jax.Array, *, page_size: int, num_pages: int) -> jax.Array:

@@ -262,9 +262,10 @@ class DecodePlan:
           window: tokens that it attends, the current one included; None for all.
 
         Raises:
-          ValueError: `seq_len` is not in [0, max_tokens].
+          ValueError, TypeError: `seq_len` is not in [0, max_tokens], or `window` is not a count.
         """
         seq_len = whole_number("seq_len", seq_len, 0, self.max_tokens)
+        window = None if window is None else whole_number("window", window)
         start, origin, span, first, stop = (int(x) for x in self.edges(np.int64(seq_len), window=window))
         return [
             (max(start, origin + s * span), min(origin + (s + 1) * span, seq_len)) if first <= s < stop else (0, 0)

@@ -146,7 +146,7 @@ class Policy:
     ahead_of_time: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        whole_number("sm_count", self.sm_count, 1, 4096)
+        object.__setattr__(self, "sm_count", whole_number("sm_count", self.sm_count, 1, 4096))
         if self.target_ctas is None:
             object.__setattr__(self, "target_ctas", self.sm_count)
         for key in OVERRIDES:
@@ -276,6 +276,8 @@ def resolve_policy(
     Raises:
       ConfigError: an unknown key or variable, or a value that is not accepted.
     """
+    if not isinstance(target, Target):
+        raise TypeError(f"target={target!r} must be a Target (load_target(name)), got {type(target).__name__}")
     return _resolve(target, read_environment(environ), ahead_of_time, overrides)
 
 

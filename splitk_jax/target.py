@@ -46,6 +46,8 @@ def parse_splits(text: str) -> str | int:
     Raises:
       ConfigError: any other text.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text={text!r} must be a string, got {type(text).__name__}")
     return _checked("splits", Key(_splits), text)
 
 
@@ -131,7 +133,7 @@ class Text:
     wanted: str
 
     def __call__(self, value: Any) -> str:
-        if type(value) is str and len(value) <= 128 and re.fullmatch(self.pattern, value):
+        if type(value) is str and len(value) <= 128 and value.isprintable() and re.fullmatch(self.pattern, value):
             return value
         raise _Rejected(self.wanted)
 
@@ -344,7 +346,7 @@ def target_files(config_dir: str | None = None) -> dict[str, Path | Traversable]
         entry.name.removesuffix(".toml"): entry for entry in _configs().iterdir() if entry.name.endswith(".toml")
     }
     if config_dir is not None:
-        if not Path(config_dir).is_dir():
+        if not os.path.isdir(config_dir):  # Path.is_dir raises for an overlong name
             raise ConfigError(f"{ENV_CONFIG_DIR}={config_dir!r} is not a folder: name one that holds target TOMLs")
         files |= {path.stem: path for path in Path(config_dir).glob("*.toml")}
     return dict(sorted(files.items()))
@@ -361,10 +363,7 @@ def load_target(name: str, *, config_dir: str | None = None) -> Target:
       ConfigError: no such target, or a file that is not valid; names file, key, value and what is accepted.
     """
     if "/" in name or os.sep in name or name.endswith(".toml"):
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(f"target file {name!r} does not exist or is not a regular file")
-        return _read_target(path.stem, path)
+        return _read_target(Path(name).stem, Path(name))
     files = target_files(config_dir)
     if name not in files:
         raise ConfigError(
@@ -497,12 +496,18 @@ def _tiles(source: str, rows: Any) -> tuple[Tile, ...]:
 
 
 def _parse(source: str, entry: Path | Traversable) -> dict[str, Any]:
-    with entry.open("rb") as f:
-        data = f.read(MAX_CONFIG_BYTES + 1)
+    try:
+        # Looked at first: opening a pipe would wait for ever.
+        if not entry.is_file():
+            raise ConfigError(f"{source}: does not exist or is not a regular file")
+        with entry.open("rb") as f:
+            data = f.read(MAX_CONFIG_BYTES + 1)
+    except OSError as e:
+        raise ConfigError(f"{source}: cannot be read: {e.strerror}") from None
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_CONFIG_BYTES} bytes, the most a target file may have")
     try:
-        return tomli.loads(data.decode("utf-8"))
+        return tomli.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{source}: not valid TOML: {e}") from None
 

@@ -285,9 +285,13 @@ class TestPages:
             ),
             ({"k": zeros(BATCH, 3, 4, HEAD_DIM)}, ValueError, r"k.shape\[2\]=4 must be 2"),
             ({"k": zeros(BATCH, 3, KV_HEADS, 7)}, ValueError, r"k.shape\[3\]=7 must be 8"),
-            ({"k": ints(BATCH, 3, KV_HEADS, HEAD_DIM)}, TypeError, "k.dtype=int32 must be a float"),
+            ({"k": ints(BATCH, 3, KV_HEADS, HEAD_DIM)}, TypeError, "k.dtype=int32 must be float32 or bfloat16"),
             ({"v": zeros(BATCH, 3, KV_HEADS, HEAD_DIM)}, ValueError, r"v.shape\[3\]=8 must be 6"),
-            ({"v": zeros(BATCH, 3, KV_HEADS, HEAD_DIM_V, dtype="bool")}, TypeError, "v.dtype=bool must be a float"),
+            (
+                {"v": zeros(BATCH, 3, KV_HEADS, HEAD_DIM_V, dtype="bool")},
+                TypeError,
+                "v.dtype=bool must be float32 or bfloat16",
+            ),
             (
                 {"positions": ints(BATCH)},
                 ValueError,
@@ -408,7 +412,7 @@ class TestValidateBatch:
     @pytest.mark.parametrize(
         ("tables", "lengths", "match"),
         [
-            ([[0, 1], [2, 3]], [8, -1], r"seq_lens\[1\]=-1 is outside \[0, 8\], what its block table can hold"),
+            ([[0, 1], [2, 3]], [8, -1], r"seq_lens\[1\]=-1 is outside \[0, 8\], what its table and plan can hold"),
             ([[0, 1], [2, 3]], [9, 1], r"seq_lens\[0\]=9 is outside \[0, 8\]"),
             ([[0, 1], [2, 6]], [8, 5], r"block_tables\[1, 1\]=6 is live \(seq_lens\[1\]=5\) and outside \[0, 6\)"),
             ([[0, -1], [2, 6]], [5, 4], r"block_tables\[0, 1\]=-1 is live \(seq_lens\[0\]=5\)"),
@@ -541,3 +545,34 @@ class TestWrongCallsNeverReachTheCompiler:
         for value in NOT_COUNTS if optional else [*NOT_COUNTS, None]:
             with refused(self.ERRORS, f"^{name}"):
                 POLICY.plan(**SHAPE | {name: value})
+
+
+def test_validate_batch_knows_the_plan_and_the_window():
+    policy = sk.load_policy("cpu", environ={}, splits="fixed_size", split_size=32)
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "page_size": 16, "max_decode_seqs": 1}
+    plan = policy.plan(**shape, max_seq_len=64)
+    tables, lens = np.array([[-1, -1, 2, 3, 4]], np.int32), np.array([64], np.int32)
+    sk.validate_batch(tables, lens, num_pages=9, page_size=16, plan=plan, window=32)
+    with pytest.raises(ValueError, match=r"block_tables\[0, 1\]=-1 is live"):
+        sk.validate_batch(tables, lens, num_pages=9, page_size=16, plan=plan, window=33)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]=80 is outside \[0, 64\]"):
+        sk.validate_batch(tables, np.array([80], np.int32), num_pages=9, page_size=16, plan=plan)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_return_lse_is_a_bool(value):
+    with pytest.raises(TypeError, match=r"return_lse=.* must be a bool"):
+        sk.paged_decode_attention(*[None] * 5, plan=None, return_lse=value)
+
+
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        (np.ma.masked_array(np.zeros(3, np.float32), mask=True), r"outs\[0\] must be a jax or numpy array"),
+        (np.zeros(3, ">f4"), r"outs\[0\].dtype=>f4 is not accepted"),
+    ],
+    ids=["masked", "big-endian"],
+)
+def test_arrays_that_would_lose_something(x, match):
+    with pytest.raises(TypeError, match=match):
+        sk.merge_states([x], [np.zeros((), np.float32)])

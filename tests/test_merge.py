@@ -150,3 +150,17 @@ def test_the_count_of_an_empty_row_batch_is_kept():
     out, lse = sk.merge_states(np.zeros((2, 0, 4, HEAD_DIM), np.float32), np.zeros((2, 0, 4), np.float32))
     assert out.shape == (0, 4, HEAD_DIM)
     assert lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_constants_and_producers_around_it_move_no_bit(dtype):
+    """Inlined into a larger jit, a bfloat16 state could be used before it is rounded, a constant lse be folded."""
+    rng = np.random.default_rng(5)
+    factor = jnp.float32(0.37)
+    raw = [jnp.asarray(rng.standard_normal((37, 5, 16)), jnp.float32) for _ in range(3)]
+    lses = [np.asarray(rng.standard_normal((37, 5)), np.float32) for _ in range(3)]
+    outs = [jax.jit(lambda x: (x * factor).astype(dtype))(x) for x in raw]
+    expected = sk.merge_states(outs, lses)
+    assert_same_bits(jax.jit(lambda outs: sk.merge_states(outs, lses))(outs), expected)
+    fused = jax.jit(lambda raw: sk.merge_states([(x * factor).astype(dtype) for x in raw], lses))(raw)
+    assert_same_bits(fused, expected)

@@ -217,6 +217,45 @@ class TestContiguous:
         assert_same_bits((again, again_tables), (pages, tables))
 
 
+class TestPagesMadeByHand:
+    """A pytree's fields take anything; what uses them does not."""
+
+    @pytest.mark.parametrize(
+        ("k_pages", "v_pages", "error", "match"),
+        [
+            ((9, 4, 2, 8), (8, 4, 2, 8), ValueError, r"v_pages.shape\[0\]=8 must be 9"),
+            ((9, 4, 2, 8), (9, 2, 2, 8), ValueError, r"v_pages.shape\[1\]=2 must be 4"),
+            ((9, 4, 8), (9, 4, 8), ValueError, r"k_pages must be \[num_pages, page_size, num_kv_heads, head_dim\]"),
+        ],
+    )
+    def test_shapes(self, k_pages, v_pages, error, match):
+        pages = sk.KVPages(jnp.zeros(k_pages), jnp.zeros(v_pages))
+        for use in self.uses():
+            with pytest.raises(error, match=match):
+                use(pages)
+
+    @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+    def test_quantised(self, dtype):
+        """B04: a cast into float8 makes NaN of what is too large, one into int8 something else."""
+        pages = sk.KVPages(*[jnp.zeros((9, 4, 2, 8), dtype)] * 2)
+        for use in self.uses():
+            with pytest.raises(TypeError, match=f"k_pages.dtype={dtype} must be float32 or bfloat16 or float16"):
+                use(pages)
+
+    def test_nothing(self):
+        with pytest.raises(TypeError, match="k_pages must be a jax or numpy array, got NoneType"):
+            sk.KVPages(None, None).to_contiguous(np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
+
+    def uses(self):
+        token, zero = jnp.zeros((1, 2, 8)), np.zeros(1, np.int32)
+        table = np.zeros((1, 1), np.int32)
+        return (
+            lambda pages: pages.write(token, token, zero),
+            lambda pages: pages.append(token, token, table, zero),
+            lambda pages: pages.to_contiguous(table, zero),
+        )
+
+
 def test_only_page_ids_are_freed():
     with pytest.raises(TypeError, match="pages=3 must be page ids"):
         sk.PageAllocator(4).free(3)

@@ -127,6 +127,10 @@ class TestTheTreeOverEveryLength:
         assert plan.split_bounds(100, window=10) == [(90, 100), (0, 0), (0, 0), (0, 0)]
         with pytest.raises(ValueError, match="seq_len=-1 is out of range"):
             plan.split_bounds(-1)
+        with pytest.raises(ValueError, match="window=0 is out of range"):
+            plan.split_bounds(100, window=0)
+        with pytest.raises(TypeError, match=r"window=3.0 must be a static whole number"):
+            plan.split_bounds(100, window=3.0)
 
     def test_fixed_size_edges_stay_as_a_sequence_grows(self):
         policy = sk.load_policy("cpu", environ={}, splits="fixed_size", split_size=64)

@@ -19,6 +19,7 @@ from splitk_jax.target import (
     MAX_CONFIG_BYTES,
     POLICY_KEYS,
     TILE_KEYS,
+    load_target,
     load_targets,
     read_environment,
     target_files,
@@ -206,6 +207,7 @@ class TestWrongFiles:
             ("hardware", "arch", "hopper", r"arch='hopper' is not valid: accepted is sm_NN, gfxNNN or cpu"),
             ("hardware", "device_kinds", "NVIDIA H200", r"device_kinds=.*list of device_kind strings"),
             ("hardware", "name", "", r"name='' is not valid"),
+            ("hardware", "name", "\x1b[31mred", r"name=.* is not valid"),
             ("kernel", "backend", "cuda", r"\[kernel\] backend='cuda' is not valid: accepted is reference"),
             ("kernel", "tile", 3, r"\[kernel\] tile=3 is not valid: accepted are \[\[kernel.tile\]\] rows"),
         ],
@@ -282,6 +284,26 @@ class TestWrongFiles:
         path.write_bytes(b"schema = 1 # \xff\n")
         with pytest.raises(sk.ConfigError, match="not valid TOML"):
             sk.load_policy(str(path), environ={})
+
+    def test_what_is_no_file_neither_hangs_nor_escapes(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe.toml")
+        (tmp_path / "folder.toml").mkdir()
+        (tmp_path / "nowhere.toml").symlink_to(tmp_path / "gone")
+        for name in ("pipe", "folder", "nowhere"):
+            for asked, folder in ((name, str(tmp_path)), (str(tmp_path / f"{name}.toml"), None)):
+                with pytest.raises(sk.ConfigError, match=f"{name}.toml: does not exist or is not a regular file"):
+                    load_target(asked, config_dir=folder)
+
+    def test_overlong_names(self):
+        with pytest.raises(sk.ConfigError, match=r"cannot be read: File name too long|does not exist"):
+            load_target("x" * 5000 + ".toml")
+        with pytest.raises(sk.ConfigError, match="is not a folder"):
+            load_target("h200", config_dir="x" * 5000)
+
+    def test_a_byte_order_mark_is_no_key(self, tmp_path):
+        path = tmp_path / "part.toml"
+        path.write_bytes(b"\xef\xbb\xbf" + tomli_w.dumps(document()).encode())
+        assert load_target(str(path)).hardware_name == "Test part"
 
     @pytest.mark.parametrize("name", ["/nowhere/part.toml", "part.toml", "configs/"])
     def test_no_such_file_is_not_the_default(self, name):
