@@ -104,8 +104,9 @@ class TestDevice:
         cores = jax.devices()[0].core_count
         name = next(t for t in ("gb10", "a100") if sk.load_target(t).sm_count != cores)
         config = CONFIGS["gqa"]
-        shape = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_decode_seqs": 8}
-        shape |= {"q_dtype": "float32"}
+        num_q_heads, num_kv_heads = config.heads
+        shape = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": config.head_dim}
+        shape |= {"page_size": config.page_size, "max_decode_seqs": 8, "q_dtype": config.q_dtype}
         arrays = config.paged(config.sequences(4)).arrays
         with pytest.raises(sk.ConfigError, match=rf"is not this device's: .* has {cores}"):
             sk.paged_decode_attention(*arrays, plan=sk.load_policy(name, environ={}).plan(**shape))
