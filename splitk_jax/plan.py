@@ -121,8 +121,7 @@ class DecodePlan:
             whole_number(name, getattr(self, name))
         for name in ("q_dtype", "kv_dtype"):
             dtype_name(name, getattr(self, name))
-        if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(f"num_q_heads={self.num_q_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        _require_groups(self.num_q_heads, self.num_kv_heads)
         for name, multiple in (("step_kv", self.step_kv), ("split_size", self.split_size)):
             if multiple is not None and whole_number(name, multiple) % self.block_kv:
                 raise ValueError(f"{name}={multiple} must be a multiple of block_kv={self.block_kv}")
@@ -171,6 +170,7 @@ class DecodePlan:
             raise TypeError(f"policy must be a Policy (load_policy(...)), got {type(policy).__name__}")
         num_q_heads = whole_number("num_q_heads", num_q_heads)
         num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        _require_groups(num_q_heads, num_kv_heads)
         head_dim = whole_number("head_dim", head_dim, 1, 4096)
         head_dim_v = head_dim if head_dim_v is None else whole_number("head_dim_v", head_dim_v, 1, 4096)
         page_size = whole_number("page_size", page_size, 1, MAX_TOKENS)
@@ -416,6 +416,11 @@ class DecodePlan:
         if policy.rule == "fixed_size":
             return f"ceil({self.max_seq_len} tokens / {self.split_size} a split)"
         return f"clamp({policy.splits} pinned, 1, {ceiling})"
+
+
+def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads={num_q_heads} must be a multiple of num_kv_heads={num_kv_heads}")
 
 
 _QUANTISED = ("int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")

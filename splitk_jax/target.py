@@ -499,7 +499,7 @@ def _parse(source: str, entry: Path | Traversable) -> dict[str, Any]:
     try:
         # Looked at first: opening a pipe would wait for ever.
         if not entry.is_file():
-            raise ConfigError(f"{source}: does not exist or is not a regular file")
+            raise ConfigError(f"target file {source!r} does not exist or is not a regular file")
         with entry.open("rb") as f:
             data = f.read(MAX_CONFIG_BYTES + 1)
     except OSError as e:

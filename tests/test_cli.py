@@ -102,7 +102,7 @@ def test_flags_go_before_the_environment(flag, text, key, value):
         ([*EXPLAIN, "--kv-dtype", "int8"], {}, "kv_dtype=int8: quantised KV is served by no backend"),
         ([*EXPLAIN, "--kv-heads", "5"], {}, "num_q_heads=32 must be a multiple of num_kv_heads=5"),
         (["show", "h300"], {}, "target 'h300' is not known: accepted are a100"),
-        (["show", "/nowhere/x.toml"], {}, "/nowhere/x.toml: does not exist or is not a regular file"),
+        (["show", "/nowhere/x.toml"], {}, "target file '/nowhere/x.toml' does not exist or is not a regular file"),
         (["targets"], {"SPLITK_JAX_CONFIG_DIR": "/nowhere"}, "SPLITK_JAX_CONFIG_DIR='/nowhere' is not a folder"),
     ],
     ids=lambda x: str(x)[-40:],

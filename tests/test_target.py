@@ -291,7 +291,7 @@ class TestWrongFiles:
         (tmp_path / "nowhere.toml").symlink_to(tmp_path / "gone")
         for name in ("pipe", "folder", "nowhere"):
             for asked, folder in ((name, str(tmp_path)), (str(tmp_path / f"{name}.toml"), None)):
-                with pytest.raises(sk.ConfigError, match=f"{name}.toml: does not exist or is not a regular file"):
+                with pytest.raises(sk.ConfigError, match=f"{name}.toml' does not exist or is not a regular file"):
                     load_target(asked, config_dir=folder)
 
     def test_overlong_names(self):

@@ -210,7 +210,7 @@ def test_d03_precedence_is_argument_environment_user_file_packaged_file(monkeypa
 def test_d03_a_target_that_does_not_exist_is_an_error(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for load in (lambda: sk.load_policy(name, environ={}), lambda: sk.load_policy(environ={"SPLITK_JAX_TARGET": name})):
-        with pytest.raises(sk.ConfigError, match=f"target .*'{name}' (does not exist|is not known)"):
+        with pytest.raises(sk.ConfigError, match=f"target .*'{Path(name)}' (does not exist|is not known)"):
             load()
 
 
