@@ -58,18 +58,13 @@ def targets(as_json: bool) -> None:
             broken.append(str(e))
     if as_json:
         click.echo(json.dumps([_target_facts(t) for t in found], indent=2))
-        return _refuse(broken)
-    rows = [
-        (t.name, t.hardware_name, t.arch, declared["backend"], declared["splits"], t.source, t.sm_count, t.hbm_gb_per_s)
-        for t, declared in ((t, dict(t.settings)) for t in found)
-    ]
-    header = ("target", "part", "arch", "backend", "splits", "file", "SMs", "GB/s")
-    click.echo(report.render(report.table("targets", header, rows, left=6)))
-    return _refuse(broken)
-
-
-def _refuse(broken: list[str]) -> None:
-    """Ends a listing with what could not be listed."""
+    else:
+        rows = [
+            (t.name, t.hardware_name, t.arch, own["backend"], own["splits"], t.source, t.sm_count, t.hbm_gb_per_s)
+            for t, own in ((t, dict(t.settings)) for t in found)
+        ]
+        header = ("target", "part", "arch", "backend", "splits", "file", "SMs", "GB/s")
+        click.echo(report.render(report.table("targets", header, rows, left=6)))
     if broken:
         raise _Refused("; ".join(broken))
 

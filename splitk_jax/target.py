@@ -177,6 +177,7 @@ TILE_KEYS = {
     "block_kv": Key(Whole(1, 4096), required=True),
     "step_kv": Key(Whole(1, 16384), required=True),
 }
+SECTIONS = {"hardware": HARDWARE_KEYS, "policy": POLICY_KEYS, "kernel": KERNEL_KEYS}
 # What a keyword argument of `load_policy` or a variable of the environment may replace.
 OVERRIDES = POLICY_KEYS | KERNEL_KEYS
 ENV_OVERRIDES = {
@@ -410,7 +411,7 @@ def _read_target(name: str, entry: Path | Traversable) -> Target:
         inherited, inherited_origins = _read_base(source, base)
         tables = {table: inherited[table] | tables[table] for table in tables}
         origins = inherited_origins | origins
-    for table, keys in (("hardware", HARDWARE_KEYS), ("policy", POLICY_KEYS), ("kernel", KERNEL_KEYS)):
+    for table, keys in SECTIONS.items():
         missing = [key for key, spec in keys.items() if spec.required and key not in tables[table]]
         if missing:
             raise ConfigError(
@@ -438,9 +439,9 @@ def _read_target(name: str, entry: Path | Traversable) -> Target:
 
 
 def _read_base(source: str, base: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    packaged = {entry.name.removesuffix(".toml"): entry for entry in _configs().iterdir() if entry.name != "README.md"}
+    packaged = target_files()
     if type(base) is not str or base not in packaged:
-        raise ConfigError(f"{source}: base={base!r} is not valid: accepted are {', '.join(sorted(packaged))}")
+        raise ConfigError(f"{source}: base={base!r} is not valid: accepted are {', '.join(packaged)}")
     tables = _read_tables(f"configs/{base}.toml", packaged[base])
     origins = {
         f"{table}.{key}": f"configs/{base}.toml [{table}] {key} (base of {source})"
@@ -453,12 +454,11 @@ def _read_base(source: str, base: Any) -> tuple[dict[str, dict[str, Any]], dict[
 def _read_tables(source: str, entry: Path | Traversable) -> dict[str, dict[str, Any]]:
     """Parses and checks one file; keys that are left out stay out."""
     document = _parse(source, entry)
-    sections = {"hardware": HARDWARE_KEYS, "policy": POLICY_KEYS, "kernel": KERNEL_KEYS}
-    _no_unknown(source, "", document, ("schema", "base", *sections))
+    _no_unknown(source, "", document, ("schema", "base", *SECTIONS))
     if type(document.get("schema")) is not int or document["schema"] != SCHEMA:
         raise ConfigError(f"{source}: schema={document.get('schema')!r} is not valid: accepted is {SCHEMA}")
     tables: dict[str, dict[str, Any]] = {}
-    for section, keys in sections.items():
+    for section, keys in SECTIONS.items():
         table = document.get(section, {})
         if type(table) is not dict:
             raise ConfigError(f"{source}: {section}={table!r} is not valid: accepted is a table [{section}]")
