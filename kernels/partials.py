@@ -4,6 +4,7 @@ Online softmax and its merge: Milakov and Gimelshein, "Online normalizer calcula
 algorithm 3; split over KV as in Dao et al., "Flash-Decoding" (2023).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ class SplitPartials(NamedTuple):
 
     o: jax.Array
     m: jax.Array
-    l: jax.Array  # noqa: E741 - the paper's name
+    l: jax.Array
 
 
 def rescale(m: jax.Array, m_new: jax.Array) -> jax.Array:
@@ -32,8 +33,18 @@ def rescale(m: jax.Array, m_new: jax.Array) -> jax.Array:
     return jnp.where(m_new == -jnp.inf, 0.0, jnp.exp2(m - m_new))
 
 
-def fold(acc: SplitPartials, part: SplitPartials) -> SplitPartials:
-    """Folds the next split into the ones before it. Not associative: split order is part of the bits."""
+def fold(
+    acc: SplitPartials,
+    part: SplitPartials,
+    across: Callable[[jax.Array], jax.Array] = lambda x: x[..., None],
+) -> SplitPartials:
+    """Folds the next split into the ones before it. Not associative: split order is part of the bits.
+
+    Args:
+      acc: the fold so far.
+      part: the next split's.
+      across: spreads a value per head over its output, however that is laid out.
+    """
     m = jnp.maximum(acc.m, part.m)
     a, b = rescale(acc.m, m), rescale(part.m, m)
-    return SplitPartials(o=acc.o * a[..., None] + part.o * b[..., None], m=m, l=acc.l * a + part.l * b)
+    return SplitPartials(o=acc.o * across(a) + part.o * across(b), m=m, l=acc.l * a + part.l * b)

@@ -1,14 +1,13 @@
 """Paged decode attention: plan -> split -> combine."""
 
 import functools
+from importlib import import_module
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from splitk_jax import checks
-from splitk_jax.kernels.reference.combine import combine
-from splitk_jax.kernels.reference.split import split
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import check_sm_count
 
@@ -120,6 +119,8 @@ def paged_decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    if plan.backend == "mosaic":
+        checks.require_served_by_mosaic(plan, q, window=options["window"], softcap=options["softcap"], sinks=sinks)
     if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
     out, lse = _decode(*arrays, plan=plan, **options)
@@ -148,6 +149,13 @@ def _decode(
     # Under `vmap` the calls run one after another: a batched loop body would be another program, with other bits.
     @jax.custom_batching.sequential_vmap
     def attend(sinks: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return combine(split(*arrays, plan=plan, window=window, softcap=softcap), sinks, out_dtype=plan.q_dtype)
+        split, combine = _kernels(plan.backend)
+        return combine(split(*arrays, plan=plan, window=window, softcap=softcap), sinks, plan=plan)
 
     return attend(sinks, q, k_pages, v_pages, block_tables, seq_lens, sm_scale)
+
+
+def _kernels(backend: str) -> tuple[Any, Any]:
+    # Imported when first used: one backend's dependencies are not another's.
+    folder = f"splitk_jax.kernels.{backend}"
+    return import_module(f"{folder}.split").split, import_module(f"{folder}.combine").combine

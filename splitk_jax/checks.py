@@ -14,6 +14,9 @@ import numpy as np
 from splitk_jax.plan import MAX_TOKENS, DecodePlan
 from splitk_jax.target import KV_DTYPES, whole_number
 
+MOSAIC_JAX = (0, 11)
+"""The first JAX whose Pallas has what the mosaic kernels use."""
+
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Below it a float32 is subnormal, and arithmetic may take it for 0."""
 
@@ -227,3 +230,35 @@ def validate_batch(
                 f"block_tables[{row}, {first + bad[0]}]={live[bad[0]]} is live (seq_lens[{row}]={seq_len}) and outside"
                 f" [0, {num_pages}), the pages of the pool"
             )
+
+
+def require_served_by_mosaic(
+    plan: DecodePlan, q: jax.Array, *, window: int | None, softcap: float | None, sinks: Any
+) -> None:
+    """Refuses by name what the mosaic backend does not serve, and a process that cannot run it.
+
+    Raises:
+      NotImplementedError: naming what was asked for and the backend that serves it.
+    """
+    instead = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    for name, value, served in (
+        ("q_len", q_len, q_len == 1),
+        ("window", window, window is None),
+        ("softcap", softcap, softcap is None),
+        ("sinks", "an array", sinks is None),
+    ):
+        if not served:
+            raise NotImplementedError(
+                f"{name}={value}: the mosaic backend serves one query token, without window, softcap or sinks;"
+                f" {instead}"
+            )
+    if jax.__version_info__ < MOSAIC_JAX:
+        wanted = ".".join(map(str, MOSAIC_JAX))
+        raise NotImplementedError(f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {instead}")
+    device = jax.devices()[0]
+    if not plan.policy.ahead_of_time and getattr(device, "compute_capability", None) != "9.0":
+        raise NotImplementedError(
+            f"device {device.device_kind!r}: the mosaic backend needs an sm_90 GPU as JAX's first device; {instead}, or"
+            " say load_policy(..., ahead_of_time=True) to lower for another machine"
+        )

@@ -1,4 +1,4 @@
-"""The command line: `splitk-jax targets | show | explain`. Wants no device when a target is named."""
+"""The command line: `splitk-jax targets | show | explain | bench`. But for `bench` a named target wants no device."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
-from splitk_jax import report
+from splitk_jax import peers, report
+from splitk_jax.bench import Options, Run, document, head, plot, tables
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import load_policy
+from splitk_jax.shapes import SUITES
 from splitk_jax.target import (
     ENV_OVERRIDES,
     ENV_PREFIX,
@@ -141,6 +143,42 @@ def explain(target: str | None, as_json: bool, **options: Any) -> None:
     shape = {key: value for key, value in options.items() if key not in _override_flags()}
     plan: DecodePlan = load_policy(target, **overrides).plan(**shape)
     click.echo(json.dumps(plan.report(), indent=2) if as_json else plan.explain())
+
+
+@main.command()
+@click.option("--suite", default="decode", show_default=True, metavar="NAME", help=f"Cells: {', '.join(SUITES)}.")
+@click.option(
+    "--peers",
+    default="all",
+    show_default=True,
+    metavar="all|none|NAME,...",
+    help=f"Systems to compare with: {', '.join(peers.NAMES)}. One that is not installed is shown as such.",
+)
+@click.option("--target", metavar="NAME|PATH", help="Default: SPLITK_JAX_TARGET, else the first JAX device's.")
+@click.option("--page-size", type=int, help="Only cells with pages of so many tokens.")
+@click.option("--only", metavar="TEXT", help="Only cells whose name holds TEXT, such as 'llama3-8b b1 '.")
+@click.option("--repeats", type=int, default=5, show_default=True, help="Timed repeats; the best counts.")
+@click.option("--seconds", type=float, help="Begin no cell after so many seconds.  [default: no limit]")
+@click.option("--json", "json_path", metavar="FILE|-", help="Write JSON for programs, to FILE after every cell.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Plot time over the read floor by bytes of KV.")
+def bench(**options: Any) -> None:
+    """Compare the op with dense attention, then time it and its peers on named shapes.
+
+    Exits with 1 when the op is wrong anywhere; what is wrong is not timed. Progress goes to the standard error.
+    """
+    run = Run(Options.parse(**options), say=lambda text: click.echo(text, err=True))
+    json_only = run.options.json_path == "-"
+    click.echo(head(run), err=json_only)
+    try:
+        run.execute()
+    except (ValueError, TypeError, NotImplementedError) as e:
+        # The group takes these for a refused call; past the options they are a fault, and its traceback is wanted.
+        raise RuntimeError("the benchmark failed") from e
+    click.echo(json.dumps(document(run), indent=2) if json_only else tables(run))
+    if run.options.plot_path is not None:
+        plot(run, run.options.plot_path)
+    if not_right := run.not_right():
+        raise click.ClickException(f"splitk_jax is not right: {'; '.join(not_right)}")
 
 
 def _target_facts(target: Target) -> dict[str, Any]:

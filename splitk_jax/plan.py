@@ -15,6 +15,7 @@ import numpy as np
 from splitk_jax import report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, KV_DTYPES, whole_number
+from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, MosaicTile
 
 TREE_VERSION = 1
 """Moves when the split rules or the fold change, since bits move with them."""
@@ -83,10 +84,13 @@ class DecodePlan:
       min_kv_per_split: tokens; sequences under `num_splits` times this use fewer splits.
       split_size: tokens, under `fixed_size`; None under the other rules.
       block_kv: tokens; the granularity of split edges.
-      step_kv: tokens that the reference backend loads at once.
+      step_kv: tokens that are loaded and multiplied at once.
+      stages: steps whose loads the mosaic backend has in flight; None where the tile states none.
       heads_per_cta: query heads of one KV head that one CTA packs.
       ctas: CTAs that one sequence launches at one split, `num_kv_heads * ceil(group / heads_per_cta)`.
       backend: the kernels that serve it.
+      launch_ctas: CTAs that the mosaic backend launches, whatever the batch. Who computes a split moves no bit, so this
+        takes no part in the fingerprint.
       policy: where it came from.
       max_decode_seqs, num_seqs, max_seq_len: the arguments that it was made with, for reports.
     """
@@ -104,9 +108,11 @@ class DecodePlan:
     split_size: int | None
     block_kv: int
     step_kv: int
+    stages: int | None
     heads_per_cta: int
     ctas: int
     backend: str
+    launch_ctas: int
     policy: Policy = field(compare=False, repr=False)
     max_decode_seqs: int = field(compare=False)
     num_seqs: int = field(compare=False)
@@ -117,7 +123,7 @@ class DecodePlan:
             whole_number(name, getattr(self, name), 1, 4096)
         for name in ("page_size", "row_capacity", "num_splits", "min_kv_per_split", "block_kv", "step_kv"):
             whole_number(name, getattr(self, name), 1, MAX_TOKENS)
-        for name in ("num_q_heads", "num_kv_heads", "heads_per_cta", "ctas"):
+        for name in ("num_q_heads", "num_kv_heads", "heads_per_cta", "ctas", "launch_ctas"):
             whole_number(name, getattr(self, name))
         for name in ("q_dtype", "kv_dtype"):
             dtype_name(name, getattr(self, name))
@@ -127,6 +133,8 @@ class DecodePlan:
                 raise ValueError(f"{name}={multiple} must be a multiple of block_kv={self.block_kv}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r} is not known: accepted are {', '.join(BACKENDS)}")
+        if self.backend == "mosaic":
+            self._require_served_by_mosaic()
 
     @classmethod
     def make(
@@ -181,7 +189,7 @@ class DecodePlan:
         if policy.rule == "adaptive" and num_seqs > max_decode_seqs:
             raise ValueError(f"num_seqs={num_seqs} must be at most max_decode_seqs={max_decode_seqs}")
         q_dtype, kv_dtype = dtype_name("q_dtype", q_dtype), dtype_name("kv_dtype", kv_dtype)
-        tile = policy.tile(head_dim, kv_dtype)
+        tile = policy.tile(head_dim, kv_dtype, page_size)
         ctas = num_kv_heads * ceil_div(num_q_heads // num_kv_heads, tile.heads_per_cta)
         if policy.rule == "adaptive":
             row_capacity = num_seqs
@@ -210,9 +218,11 @@ class DecodePlan:
             split_size=policy.split_size if policy.rule == "fixed_size" else None,
             block_kv=tile.block_kv,
             step_kv=tile.step_kv,
+            stages=tile.stages,
             heads_per_cta=tile.heads_per_cta,
             ctas=ctas,
             backend=policy.backend,
+            launch_ctas=policy.sm_count,
             policy=policy,
             max_decode_seqs=max_decode_seqs,
             num_seqs=num_seqs,
@@ -223,6 +233,27 @@ class DecodePlan:
     def group(self) -> int:
         """Query heads of one KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def mosaic_tile(self) -> MosaicTile:
+        """What one CTA of the mosaic backend holds."""
+        blocks = ceil_div(self.group, self.heads_per_cta)
+        return MosaicTile(
+            group=self.group,
+            heads=ceil_div(self.group, blocks),
+            blocks=blocks,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            page_size=self.page_size,
+            block_kv=self.block_kv,
+            step_kv=self.step_kv,
+            itemsize=_itemsize(self.kv_dtype),
+        )
+
+    @property
+    def launch_teams(self) -> int:
+        """Teams of `ctas` CTAs in a launch of the mosaic backend, as many as `launch_ctas` holds; at least one."""
+        return max(self.launch_ctas // self.ctas, 1)
 
     @property
     def max_tokens(self) -> int:
@@ -239,8 +270,54 @@ class DecodePlan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
+        if self.backend == "mosaic":
+            # A slot a row, or a team where there are more rows.
+            tile = self.mosaic_tile
+            rows = min(self.row_capacity, self.launch_teams) if tile.direct else self.row_capacity
+            return rows * self.ctas * self.num_splits * tile.cols * (tile.lanes + 2) * 4
         slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
         return slots * (self.head_dim_v + 2) * 4
+
+    def _require_served_by_mosaic(self) -> None:
+        def refuse(what: str, served: str) -> None:
+            raise NotImplementedError(
+                f"{what}: the mosaic backend serves {served}; the reference backend serves the rest"
+                " (backend='reference' or SPLITK_JAX_KERNEL=reference)"
+            )
+
+        target = self.policy.target
+        if target is not None and target.arch != "sm_90":
+            refuse(f"target {target.name} ({target.arch})", "sm_90")
+        if self.q_dtype != self.kv_dtype or self.kv_dtype not in MOSAIC_DTYPES:
+            refuse(f"q_dtype={self.q_dtype}, kv_dtype={self.kv_dtype}", f"{' or '.join(MOSAIC_DTYPES)} for both")
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) not in MOSAIC_HEAD_DIMS:
+                refuse(f"{name}={getattr(self, name)}", ", ".join(map(str, MOSAIC_HEAD_DIMS)))
+        if self.stages is None:
+            raise ValueError(
+                "stages=None: the mosaic backend needs the number of pipeline stages; state it in the tile row"
+            )
+        tile = self.mosaic_tile
+        if self.step_kv % ROWS:
+            raise ValueError(f"step_kv={self.step_kv} must be a multiple of {ROWS}, the rows of a Hopper product")
+        if self.block_kv % 8:
+            raise ValueError(
+                f"block_kv={self.block_kv} must be a multiple of 8, the tokens of one tile in shared memory"
+            )
+        if self.page_size % 8:
+            refuse(f"page_size={self.page_size}", "multiples of 8")
+        if tile.heads * tile.blocks != self.group or tile.heads > MAX_COLUMNS:
+            refuse(
+                f"group={self.group} in CTAs of heads_per_cta={self.heads_per_cta}",
+                f"groups in equal parts of at most {MAX_COLUMNS} heads",
+            )
+        needed = tile.smem_bytes(self.stages)
+        if target is not None and target.smem_per_cta_kib is not None and needed > target.smem_per_cta_kib * 1024:
+            raise ValueError(
+                f"stages={self.stages} of step_kv={self.step_kv} tokens need {needed} bytes of shared memory at"
+                f" head_dim={self.head_dim}, head_dim_v={self.head_dim_v}, and {target.name} has"
+                f" {target.smem_per_cta_kib * 1024} a CTA: state fewer stages or a shorter step in its tile row"
+            )
 
     def edges(self, seq_len: Any, *, window: int | None = None, xp: Any = np) -> SplitEdges:
         """`split_edges` under this plan."""
@@ -280,7 +357,7 @@ class DecodePlan:
         the plan runs on is not looked at, and no backend is started.
         """
         target = self.policy.target
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.compare and f.name != "launch_ctas"}
         facts |= {
             "tree_version": TREE_VERSION,
             "sm_count": self.policy.sm_count,
@@ -340,6 +417,7 @@ class DecodePlan:
             "plan": {f.name: getattr(self, f.name) for f in fields(self) if f.name != "policy"},
             "batch_invariant": self.batch_invariant,
             "workspace_bytes": self.workspace_bytes,
+            "launch": self._launch(),
             "fingerprint": self.fingerprint(),
             "batches": batches,
             "contexts": contexts,
@@ -362,6 +440,7 @@ class DecodePlan:
             f" {self.heads_per_cta} heads a CTA), at one split",
             f"batch-invariant  {invariant}",
             f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
+            *self._launch_lines(),
             f"workspace        {report.si_bytes(self.workspace_bytes)} of float32 partials",
             f"fingerprint      {facts['fingerprint']}",
             "",
@@ -398,11 +477,31 @@ class DecodePlan:
         parts.append(report.table("settings", ("key", "value", "origin"), self.policy.settings(), left=3))
         return report.render(*parts)
 
+    def _launch(self) -> dict[str, int] | None:
+        """What the mosaic backend launches at every batch; None for a backend without a launch of its own."""
+        if self.backend != "mosaic" or self.stages is None:
+            return None
+        teams = self.launch_teams
+        return {"teams": teams, "ctas": teams * self.ctas, "smem_bytes": self.mosaic_tile.smem_bytes(self.stages)}
+
+    def _launch_lines(self) -> list[str]:
+        launch = self._launch()
+        if launch is None:
+            return []
+        return [
+            f"launch           {launch['ctas']} CTAs at every batch, {launch['teams']} teams of {self.ctas};"
+            f" {launch['smem_bytes']} bytes of shared memory each, {self.stages} stages"
+        ]
+
     def _formula(self) -> str:
         policy = self.policy
         ceiling = f"max_splits {policy.max_splits}"
         if policy.rule == "auto":
             return f"clamp(ceil({policy.target_waves} waves * {policy.sm_count} SMs / {self.ctas} CTAs), 1, {ceiling})"
+        if policy.rule == "balanced":
+            return (
+                f"clamp({policy.target_waves} waves * max({policy.sm_count} SMs // {self.ctas} CTAs, 1), 1, {ceiling})"
+            )
         if policy.rule == "legacy":
             return (
                 f"min({policy.sm_count} SMs // ({self.num_q_heads} query heads * max({self.num_seqs} sequences,"

@@ -69,6 +69,28 @@ def auto_splits(
     return min(ceil_div(target_waves * sm_count, ctas), max_splits)
 
 
+def balanced_splits(
+    sm_count: int, ctas: int, *, target_waves: int = SPLITK_TARGET_WAVES, max_splits: int = MAX_DECODE_SPLITS
+) -> int:
+    """Splits that the SMs share evenly: as many sequences' worth of CTAs as fit the target, a whole number for each.
+
+    `auto` rounds up, so that 33 splits of 8 CTAs meet 132 SMs; a persistent launch runs 16 whole teams of 8 there, and
+    one of them would compute three splits where the others compute two.
+
+    Args:
+      sm_count: SMs of the target.
+      ctas: CTAs that one sequence launches at one split.
+      target_waves: splits of each team.
+      max_splits: the ceiling.
+
+    Returns:
+      `clamp(target_waves * max(sm_count // ctas, 1), 1, max_splits)`.
+    """
+    sm_count, ctas = whole_number("sm_count", sm_count), whole_number("ctas", ctas)
+    target_waves, max_splits = whole_number("target_waves", target_waves), whole_number("max_splits", max_splits)
+    return min(target_waves * max(sm_count // ctas, 1), max_splits)
+
+
 def split_ref_seqs(num_seqs: int, max_decode_seqs: int) -> int:
     """The sequence count that `legacy` sizes for: the larger of the live count and the row capacity."""
     return max(whole_number("num_seqs", num_seqs), whole_number("max_decode_seqs", max_decode_seqs))
@@ -115,10 +137,10 @@ class Policy:
     """How split counts are decided, with every number that the rule reads.
 
     Attributes:
-      splits: `auto`, `legacy`, `adaptive`, `fixed_size`, or a pinned count.
-      sm_count: SMs of the target; read by `auto` and `legacy`.
+      splits: `auto`, `balanced`, `legacy`, `adaptive`, `fixed_size`, or a pinned count.
+      sm_count: SMs of the target; read by `auto`, `balanced` and `legacy`.
       split_size: tokens; read by `fixed_size`.
-      target_waves: waves of CTAs; read by `auto`.
+      target_waves: waves of CTAs; read by `auto` and `balanced`.
       target_ctas: CTAs; read by `adaptive`. `sm_count` when None.
       max_splits: the ceiling of every rule but `fixed_size`, whose count `max_seq_len` bounds.
       min_kv_per_split: tokens; a shorter sequence uses fewer splits.
@@ -167,18 +189,19 @@ class Policy:
         """The rule's name: `splits`, or `pinned` when it is a count."""
         return self.splits if isinstance(self.splits, str) else "pinned"
 
-    def tile(self, head_dim: int, kv_dtype: str) -> Tile:
+    def tile(self, head_dim: int, kv_dtype: str, page_size: int) -> Tile:
         """The first tile row whose conditions hold.
 
         Raises:
           NotImplementedError: no row holds.
         """
         for tile in self.tiles:
-            if tile.head_dim in (None, head_dim) and tile.kv_dtype in (None, kv_dtype):
+            wanted = ((tile.head_dim, head_dim), (tile.kv_dtype, kv_dtype), (tile.page_size, page_size))
+            if all(condition in (None, got) for condition, got in wanted):
                 return tile
         raise NotImplementedError(
-            f"head_dim={head_dim}, kv_dtype={kv_dtype} meet the conditions of no [[kernel.tile]] row of"
-            f" {self.target.source if self.target else 'this policy'}: add a row, or one without conditions"
+            f"head_dim={head_dim}, kv_dtype={kv_dtype}, page_size={page_size} meet the conditions of no [[kernel.tile]]"
+            f" row of {self.target.source if self.target else 'this policy'}: add a row, or one without conditions"
         )
 
     def plan(self, **shape: Any) -> "DecodePlan":
@@ -214,7 +237,7 @@ def num_splits(
 
     Args:
       policy: the rule and its numbers.
-      ctas: CTAs that one sequence launches at one split; read by `auto` and `adaptive`.
+      ctas: CTAs that one sequence launches at one split; read by `auto`, `balanced` and `adaptive`.
       num_q_heads: query heads; read by `legacy`.
       num_seqs: static batch of the trace; read by `legacy` and `adaptive` only.
       max_decode_seqs: row capacity; read by `legacy`.
@@ -231,6 +254,8 @@ def num_splits(
     whole_number("num_q_heads", num_q_heads)
     if policy.splits == "auto":
         return auto_splits(policy.sm_count, ctas, target_waves=policy.target_waves, max_splits=policy.max_splits)
+    if policy.splits == "balanced":
+        return balanced_splits(policy.sm_count, ctas, target_waves=policy.target_waves, max_splits=policy.max_splits)
     if policy.splits == "legacy":
         return min(legacy_splits(policy.sm_count, num_q_heads, ref_seqs), policy.max_splits)
     if isinstance(policy.splits, int):

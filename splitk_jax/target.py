@@ -19,8 +19,8 @@ import tomli
 SCHEMA = 1
 MAX_CONFIG_BYTES = 64 * 1024
 
-BACKENDS = ("reference",)
-RULES = ("auto", "legacy", "adaptive", "fixed_size")
+BACKENDS = ("mosaic", "reference")
+RULES = ("auto", "balanced", "legacy", "adaptive", "fixed_size")
 OFF_WORDS = ("off", "0", "false", "no")
 KV_DTYPES = ("float32", "bfloat16", "float16")
 INT_MAX = 2**31 - 1
@@ -37,8 +37,8 @@ def parse_splits(text: str) -> str | int:
     """Reads a split rule as it is written in the environment.
 
     Args:
-      text: `auto`, `legacy`, `adaptive`, `fixed_size`, a whole number without sign or leading zeros, or one of
-        `off`, `0`, `false`, `no`.
+      text: `auto`, `balanced`, `legacy`, `adaptive`, `fixed_size`, a whole number without sign or leading zeros, or
+        one of `off`, `0`, `false`, `no`.
 
     Returns:
       The rule's name, or the pinned split count; the four words for off give 1.
@@ -173,9 +173,11 @@ KERNEL_KEYS = {"backend": Key(Choice(BACKENDS), required=True)}
 TILE_KEYS = {
     "head_dim": Key(Whole(1, 4096)),
     "kv_dtype": Key(Choice(KV_DTYPES)),
+    "page_size": Key(Whole(1, 1 << 20)),
     "heads_per_cta": Key(Whole(1, 256), required=True),
     "block_kv": Key(Whole(1, 4096), required=True),
     "step_kv": Key(Whole(1, 16384), required=True),
+    "stages": Key(Whole(1, 32)),
 }
 SECTIONS = {"hardware": HARDWARE_KEYS, "policy": POLICY_KEYS, "kernel": KERNEL_KEYS}
 # What a keyword argument of `load_policy` or a variable of the environment may replace.
@@ -201,16 +203,20 @@ class Tile:
     Attributes:
       head_dim: the query head dim it is for; None for any.
       kv_dtype: the K/V dtype it is for; None for any.
+      page_size: tokens; the page size it is for; None for any.
       heads_per_cta: query heads of one KV head that one CTA packs.
       block_kv: tokens; the granularity of split edges.
-      step_kv: tokens that the reference backend gathers and multiplies at once; a multiple of `block_kv`.
+      step_kv: tokens that are loaded and multiplied at once; a multiple of `block_kv`.
+      stages: steps whose loads the mosaic backend has in flight; None where it is not used.
     """
 
     head_dim: int | None = None
     kv_dtype: str | None = None
+    page_size: int | None = None
     heads_per_cta: int
     block_kv: int
     step_kv: int
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         for key, spec in TILE_KEYS.items():

@@ -6,13 +6,14 @@ from jax import lax
 
 from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold
 from splitk_jax.kernels.reference import loops
+from splitk_jax.plan import DecodePlan
 
 
 def combine(
     partials: SplitPartials,  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l without the last axis
     sinks: jax.Array | None,  # f32[num_q_heads]
     *,
-    out_dtype: str,
+    plan: DecodePlan,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, q_len, num_q_heads, head_dim_v], f32[batch, q_len, num_q_heads]
     """Merges the partials of each row and normalises once, as `kernels/README.md` has it."""
     batch, q_len, num_splits, num_q_heads, head_dim_v = partials.o.shape
@@ -34,7 +35,7 @@ def combine(
             # A sink is one more logit whose value is 0: folded once, after every split.
             sink = SplitPartials(o=jnp.zeros_like(acc.o), m=sinks * LOG2E, l=jnp.ones_like(acc.l))
             acc = fold(acc, sink)
-        out = jnp.where(acc.l[..., None] == 0, 0.0, acc.o / acc.l[..., None]).astype(out_dtype)
+        out = jnp.where(acc.l[..., None] == 0, 0.0, acc.o / acc.l[..., None]).astype(plan.q_dtype)
         lse = (acc.m + jnp.log2(acc.l)) * LN2
         outs, lses = result
         zero = jnp.int32(0)
@@ -48,7 +49,7 @@ def combine(
         loops.trip_count(batch * q_len),
         combine_row,
         (
-            jnp.zeros_like(flat.o, out_dtype, shape=(batch * q_len, num_q_heads, head_dim_v)),
+            jnp.zeros_like(flat.o, plan.q_dtype, shape=(batch * q_len, num_q_heads, head_dim_v)),
             jnp.zeros_like(flat.l, shape=(batch * q_len, num_q_heads)),
         ),
     )

@@ -1,0 +1,26 @@
+"""Access to memory under one name in every JAX that is served: the signatures move from one to the next."""
+
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Loads a whole ref in a register layout, whichever banks or cache lines that meets: a few words."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores to a whole ref from whatever layout the value has: a few words."""
+    if hasattr(plgpu, "store"):  # JAX 0.12; before, an assignment asks for no fast path
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def copy_in(src: Any, dst: Any, barrier: Any, *, wanted: Any) -> None:
+    """Starts a TMA copy from global to shared memory; where it is not wanted, only arrives at the barrier."""
+    plgpu.copy_gmem_to_smem(src, dst, barrier, predicate=wanted)

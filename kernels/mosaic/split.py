@@ -1,0 +1,355 @@
+"""Split kernel of the mosaic backend: persistent CTAs stream pages by TMA and multiply them on Hopper's tensor cores.
+
+One warpgroup streams pages through a ring of stages, another computes. Operands are swapped with respect to the paper:
+tokens are the M of `wgmma` and the query heads of one KV head its N, so that 8 heads cost 8 columns and not 64 rows,
+and a whole accumulator is a few registers a thread.
+
+A CTA computes a contiguous range of the batch's splits for its block of heads (`schedule.py`). Of a row that begins in
+its range it folds the splits as it goes, and writes the output when it holds them all, or one partial, the fold so far;
+of a row that began in another CTA's range it writes each split's partial. The combine goes on from there.
+
+Online softmax: Milakov and Gimelshein, arXiv:1805.02867; the split over KV: Dao et al., "Flash-Decoding" (2023).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from splitk_jax.kernels.mosaic import access, schedule
+from splitk_jax.kernels.mosaic.finish import finish
+from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
+from splitk_jax.kernels.partials import LOG2E, SplitPartials, fold, rescale
+from splitk_jax.plan import DecodePlan
+from splitk_jax.tiles import ROWS
+
+Layout = plgpu.Layout
+PER_HEAD = Layout.WGMMA.reduce(0)
+# The accumulator's layout without its pairs of columns, which a transposed store cannot write together.
+UNPAIRED = Layout.TILED(
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
+)
+
+
+class Launched(NamedTuple):
+    """What the split kernel leaves.
+
+    Attributes:
+      out: [batch, num_q_heads, head_dim_v]. Written where one CTA computed all splits of a row.
+      lse: f32[batch, ctas, cols]. Natural logarithm; of the same rows.
+      partials: o f32[slots, ctas, num_splits, cols, lanes], m and l without the last axis. Of the other rows.
+      schedule: who computed what.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    partials: SplitPartials
+    schedule: Schedule
+
+
+def first_row(plan: DecodePlan, block: Any) -> Any:
+    """The query head in column 0 of a block's products: its first, or earlier where whole octets end beyond q."""
+    tile = plan.mosaic_tile
+    return jnp.minimum(block * tile.heads, max(plan.num_q_heads - tile.cols, 0))
+
+
+def split(
+    q: jax.Array,  # [batch, q_len, num_q_heads, head_dim]
+    k_pages: jax.Array,  # [num_pages, page_size, num_kv_heads, head_dim]
+    v_pages: jax.Array,  # [num_pages, page_size, num_kv_heads, head_dim_v]
+    block_tables: jax.Array,  # i32[batch, max_pages_per_seq]
+    seq_lens: jax.Array,  # i32[batch]
+    sm_scale: jax.Array,  # f32[]
+    *,
+    plan: DecodePlan,
+    window: int | None,
+    softcap: float | None,
+) -> Launched:
+    """Computes every split, folds what one CTA holds, and writes the outputs of the rows that are whole."""
+    tile = plan.mosaic_tile
+    batch = q.shape[0]
+    num_pages = k_pages.shape[0]
+    step_kv, stages, cols, rows_v, dtype = plan.step_kv, plan.stages, tile.cols, tile.rows_v, q.dtype
+    assert stages is not None  # a plan of this backend has them
+    sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window)
+    slots = sched.merge.shape[0]
+    q = q[:, 0]
+    if plan.num_q_heads < cols:
+        q = jnp.pad(q, ((0, 0), (0, cols - plan.num_q_heads), (0, 0)))
+    chunk = tile.swizzle // 2
+    # A warp covers whole rows of the swizzled tile, so that its stores meet no bank conflict.
+    q_layout = Layout.TILED(
+        plgpu.Tiling(((8, chunk), (2, chunk), (chunk // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    )
+
+    def kernel(*refs: Any) -> None:
+        (
+            q_gmem,  # [batch, num_q_heads, head_dim]
+            k_gmem,  # [num_pages, page_size, num_kv_heads, head_dim]
+            v_gmem,  # [num_pages, page_size, num_kv_heads, head_dim_v]
+            pages_gmem,  # i32[batch, max_pages_per_seq]
+            scale_gmem,  # f32[1]
+            rows_gmem,  # i32[batch, 8]
+            work_gmem,  # i32[teams, 12 + copies]
+            out_gmem,  # [batch, num_q_heads, head_dim_v]
+            lse_gmem,  # f32[batch, ctas, cols]
+            o_gmem,  # f32[slots, ctas, num_splits, cols, lanes]
+            m_gmem,  # f32[slots, ctas, num_splits, cols]
+            l_gmem,  # f32[slots, ctas, num_splits, cols]
+            k_smem,  # [stages, step_kv, head_dim]
+            v_smem,  # [stages, step_kv, rows_v]
+            q_smem,  # [cols, head_dim]
+            p_smem,  # [cols, step_kv]
+            out_smem,  # [cols, rows_v]
+            bad_smem,  # i32[stages]
+            k_full,  # barriers[stages]
+            v_full,
+            k_free,
+            v_free,
+        ) = refs
+        wg = lax.axis_index("wg")
+        block, team = lax.axis_index("block"), lax.axis_index("team")
+        work = Work(*(work_gmem[team, c] for c in range(schedule.WORK_ROW)))
+        record = Row(*(work_gmem[team, c] for c in range(schedule.WORK_ROW, schedule.WORK_PAGES)))
+
+        def bounds(row: Row, index: Any) -> tuple[Any, Any, Any]:
+            """Tokens [low, high) of a split, counted from the row's first, and its steps."""
+            edge = row.origin + (row.first + index) * row.span
+            low, high = jnp.maximum(row.start, edge), jnp.minimum(edge + row.span, row.tokens)
+            return low, high, lax.div(jnp.maximum(high - low, 0) + (step_kv - 1), jnp.int32(step_kv))
+
+        def advance(row: Any, index: Any, rec: Row) -> tuple[Any, Any, Row]:
+            """The split after this one, and the record of its row."""
+            ends = index + 1 >= rec.splits
+            row = row + ends.astype(jnp.int32)
+
+            def next_record() -> Row:
+                # One past the last row is asked for after the last split, and not used.
+                at = jnp.minimum(row, rows_gmem.shape[0] - 1)
+                return Row(*(rows_gmem[at, c] for c in range(len(rec))))
+
+            rec = lax.cond(ends, next_record, lambda: rec)
+            return row, jnp.where(ends, 0, index + 1), rec
+
+        first = (work.row, work.split, record)
+
+        @pl.when(wg == 1)
+        def _produce() -> None:
+            head = block if tile.blocks == 1 else lax.div(block, jnp.int32(tile.blocks))
+            page_size = jnp.int32(plan.page_size)
+
+            def load_split(u: Any, carry: Any) -> Any:
+                used, row, index, rec = carry
+                low, high, steps = bounds(rec, index)
+                last_page = lax.div(high - 1, page_size)
+
+                def step(i: Any, used: Any) -> Any:
+                    stage = lax.rem(used, jnp.int32(stages))
+                    tokens = [low + i * step_kv + j * tile.copy_rows for j in range(tile.copies)]
+                    pages = lax.cond(
+                        (u == 0) & (i < stages),
+                        lambda: [
+                            work_gmem[team, schedule.WORK_PAGES + i * tile.copies + j] for j in range(tile.copies)
+                        ],
+                        lambda: [pages_gmem[row, jnp.minimum(lax.div(t, page_size), last_page)] for t in tokens],
+                    )
+                    # No address is formed from an unchecked id; a bad one poisons its row, in the consumer.
+                    ok = [(page >= 0) & (page < num_pages) for page in pages]
+                    all_ok = functools.reduce(jnp.logical_and, ok)
+                    pages = [jnp.where(good, page, 0) for good, page in zip(ok, pages, strict=True)]
+
+                    def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
+                        for at in range(0, step_kv, rows):
+                            j, part = divmod(at, tile.copy_rows)
+                            dst = (stage, pl.ds(at, rows))
+                            if pool.shape[-1] != smem.shape[-1]:
+                                dst = (*dst, pl.ds(0, pool.shape[-1]))
+                            access.copy_in(
+                                pool.at[pages[j], pl.ds(lax.rem(tokens[j], page_size) + part, rows), head],
+                                smem.at[dst],
+                                full.at[stage],
+                                # Nothing is read beyond the split: what then lies in the stage is masked.
+                                wanted=tokens[j] < high,
+                            )
+
+                    @pl.when(used >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(k_free.at[stage])
+
+                    fill(k_gmem, k_smem, tile.copy_rows, k_full)
+
+                    @pl.when(used >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_free.at[stage])
+
+                    bad_smem[stage] = jnp.where(all_ok, 0, 1)
+                    fill(v_gmem, v_smem, tile.copy_rows_v, v_full)
+                    return used + 1
+
+                return lax.fori_loop(0, steps, step, used), *advance(row, index, rec)
+
+            lax.fori_loop(0, work.count, load_split, (jnp.int32(0), *first))
+
+        @pl.when(wg == 0)
+        def _consume() -> None:
+            scale = scale_gmem[0] * LOG2E
+
+            def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+            def across(x: jax.Array, rows: int = rows_v) -> jax.Array:
+                return lax.broadcast_in_dim(x, (rows, cols), [1])
+
+            def nan_if(flag: Any) -> jax.Array:
+                return jnp.where(flag != 0, jnp.float32(jnp.nan), jnp.float32(0))
+
+            none = SplitPartials(
+                o=full((rows_v, cols), 0, Layout.WGMMA),
+                m=full((cols,), -jnp.inf, PER_HEAD),
+                l=full((cols,), 0, PER_HEAD),
+            )
+
+            head = block * tile.heads
+            top = first_row(plan, block)
+
+            def load_q(row: Any) -> None:
+                for at in range(0, plan.head_dim, chunk):
+                    src = q_gmem.at[row, pl.ds(top, cols), pl.ds(at, chunk)]
+                    q_smem[:, pl.ds(at, chunk)] = access.load(src, q_layout)
+                plgpu.commit_smem()
+
+            def write_partial(slot: Any, at: Any, part: SplitPartials) -> None:
+                o_ref = o_gmem.at[slot, block, at, :, pl.ds(0, rows_v)].transpose((1, 0))
+                access.store(o_ref, plgpu.layout_cast(part.o, UNPAIRED))
+                access.store(m_gmem.at[slot, block, at], part.m)
+                access.store(l_gmem.at[slot, block, at], part.l)
+
+            def write_output(row: Any, acc: SplitPartials) -> None:
+                out, lse = finish(acc, across)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                access.store(out_smem.transpose((1, 0)), out.astype(dtype))
+                access.store(lse_gmem.at[row, block], lse)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    out_smem.at[pl.ds(head - top, tile.heads)], out_gmem.at[row, pl.ds(head, tile.heads)]
+                )
+
+            def compute_split(u: Any, carry: Any) -> Any:
+                used, row, index, rec, whole, acc = carry
+                low, high, steps = bounds(rec, index)
+                begins = index == 0
+                # Whether this CTA has folded the row from its first split on.
+                whole = whole | begins
+
+                @pl.when(begins | (u == 0))
+                def _() -> None:
+                    load_q(row)
+
+                def step(i: Any, carry: Any) -> Any:
+                    used, o, m, l = carry
+                    stage = lax.rem(used, jnp.int32(stages))
+                    live = high - low - i * step_kv
+                    plgpu.barrier_wait(k_full.at[stage])
+
+                    def qk(acc_ref: Any) -> jax.Array:
+                        plgpu.wgmma(acc_ref, k_smem.at[stage], q_smem.transpose((1, 0)))
+                        return acc_ref[...]
+
+                    s = pl.run_scoped(qk, plgpu.ACC((step_kv, cols), jnp.float32))
+                    plgpu.barrier_arrive(k_free.at[stage])
+                    token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
+                    s = jnp.where(token < live, s * scale, -jnp.inf)
+                    m_new = jnp.maximum(m, jnp.max(s, axis=0))
+                    plgpu.barrier_wait(v_full.at[stage])
+                    m_new = m_new + nan_if(bad_smem[stage])
+                    p = rescale(s, across(m_new, step_kv))
+                    a = rescale(m, m_new)
+                    # Summed over tokens once, at the split's end.
+                    l = l * across(a, step_kv) + p
+                    o = o * across(a)
+                    p_smem.transpose((1, 0))[...] = p.astype(dtype)
+
+                    @pl.when(live < step_kv)
+                    def _() -> None:
+                        # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
+                        for at in range(0, rows_v, ROWS):
+                            v = v_smem[stage, :, pl.ds(at, ROWS)]
+                            dead = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA) >= live
+                            v_smem[stage, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
+
+                    plgpu.commit_smem()
+
+                    def pv(acc_ref: Any) -> None:
+                        plgpu.wgmma(acc_ref, v_smem.at[stage].transpose((1, 0)), p_smem.transpose((1, 0)))
+
+                    o = pl.run_state(pv)(plgpu.ACC.init(o))
+                    plgpu.barrier_arrive(v_free.at[stage])
+                    return used + 1, o, m_new, l
+
+                used, o, m, l = lax.fori_loop(
+                    0, steps, step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
+                )
+                part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=jnp.sum(l, axis=0))
+                acc = SplitPartials(*(jnp.where(begins, x, y) for x, y in zip(none, acc, strict=True)))
+                acc = fold(acc, part, across)
+                ends = index == rec.splits - 1
+
+                @pl.when(jnp.logical_not(whole))
+                def _() -> None:
+                    write_partial(work.slot, index, part)
+
+                if tile.direct:
+
+                    @pl.when(whole & jnp.logical_not(ends) & (u == work.count - 1))
+                    def _() -> None:
+                        write_partial(work.last_slot, 0, acc)
+
+                    @pl.when(whole & ends)
+                    def _() -> None:
+                        write_output(row, acc)
+
+                else:
+
+                    @pl.when(whole & (ends | (u == work.count - 1)))
+                    def _() -> None:
+                        write_partial(row, 0, acc)
+
+                return used, *advance(row, index, rec), whole & jnp.logical_not(ends), acc
+
+            lax.fori_loop(0, work.count, compute_split, (jnp.int32(0), *first, jnp.bool_(False), none))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    kernel.__name__ = f"splitk_split_s{plan.num_splits}_t{step_kv}x{stages}"
+    tiled = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(tile.swizzle))
+    out, lse, *partials = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((batch, plan.num_q_heads, plan.head_dim_v), dtype),
+            jax.ShapeDtypeStruct((batch, plan.ctas, cols), jnp.float32),
+            jax.ShapeDtypeStruct((slots, plan.ctas, plan.num_splits, cols, tile.lanes), jnp.float32),
+            jax.ShapeDtypeStruct((slots, plan.ctas, plan.num_splits, cols), jnp.float32),
+            jax.ShapeDtypeStruct((slots, plan.ctas, plan.num_splits, cols), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((stages, step_kv, plan.head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((stages, step_kv, rows_v), dtype, transforms=tiled),
+            plgpu.SMEM((cols, plan.head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((cols, step_kv), dtype, transforms=tiled),
+            plgpu.SMEM((cols, rows_v), dtype),
+            plgpu.SMEM((stages,), jnp.int32),
+            plgpu.Barrier(num_arrivals=tile.copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=step_kv // tile.copy_rows_v, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        ],
+        grid=(plan.ctas, plan.launch_teams),
+        grid_names=("block", "team"),
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work)
+    return Launched(out, lse, SplitPartials(*partials), sched)

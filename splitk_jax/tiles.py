@@ -1,0 +1,104 @@
+"""Shapes and shared memory of the mosaic backend's tiles: plain ints that a plan fixes, and what cannot be served."""
+
+import math
+from dataclasses import dataclass
+
+WARPGROUP = 128
+"""Threads."""
+
+ROWS = 64
+"""Rows of one Hopper `wgmma`."""
+
+MAX_COLUMNS = 64
+"""Query heads of one CTA."""
+
+MOSAIC_DTYPES = ("bfloat16", "float16")
+MOSAIC_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+REDUCTION_BYTES = 2048
+"""Shared memory that Mosaic keeps for reductions across warps."""
+
+SMEM_ALIGNMENT = 1024
+"""Bytes; Mosaic aligns each buffer to it, as swizzled tiles need."""
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MosaicTile:
+    """What one CTA of the mosaic split kernel holds; every number is static in the plan.
+
+    Attributes:
+      group: query heads of a KV head.
+      heads: query heads that a CTA packs, the columns of its products that count.
+      blocks: CTAs that share a KV head's group.
+      head_dim, head_dim_v: lanes of a key and of a value.
+      page_size, block_kv, step_kv: tokens of a page, between split edges, and of one pipeline stage.
+      itemsize: bytes of a K/V element.
+    """
+
+    group: int
+    heads: int
+    blocks: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int
+    block_kv: int
+    step_kv: int
+    itemsize: int
+
+    @property
+    def cols(self) -> int:
+        """Columns of a product: `heads` in whole octets, as `wgmma` counts its N."""
+        return _round_up(self.heads, 8)
+
+    @property
+    def rows_v(self) -> int:
+        """Rows of the output product: `head_dim_v` in whole `wgmma` rows; those beyond it are never stored."""
+        return _round_up(self.head_dim_v, ROWS)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the split kernel can write outputs itself: a copy of rows cannot leave a part of each behind."""
+        return self.rows_v == self.head_dim_v
+
+    @property
+    def lanes(self) -> int:
+        """Floats of one head's partial in scratch, a whole number for each thread of a warpgroup."""
+        return _round_up(self.head_dim_v, WARPGROUP)
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of the shared-memory swizzle: the widest of 128, 64 and 32 that divides both head dims."""
+        lanes = next(n for n in (64, 32, 16) if self.head_dim % n == 0 and self.head_dim_v % n == 0)
+        return lanes * self.itemsize
+
+    @property
+    def copy_rows(self) -> int:
+        """Tokens of one TMA copy: as many as lie in one page wherever a step begins."""
+        return math.gcd(self.page_size, self.block_kv, self.step_kv)
+
+    @property
+    def copies(self) -> int:
+        """TMA copies that fill a stage with keys."""
+        return self.step_kv // self.copy_rows
+
+    @property
+    def copy_rows_v(self) -> int:
+        """Tokens of one TMA copy of values: where rows are wider than values, only one row of tiles lies together."""
+        return self.copy_rows if self.direct else 8
+
+    def smem_bytes(self, stages: int) -> int:
+        """Bytes of shared memory that a CTA with this many stages needs."""
+        buffers = [
+            stages * self.step_kv * self.head_dim * self.itemsize,
+            stages * self.step_kv * self.rows_v * self.itemsize,
+            self.cols * self.head_dim * self.itemsize,
+            self.cols * self.step_kv * self.itemsize,
+            self.cols * self.rows_v * self.itemsize,
+            stages * 4,
+            *[stages * 8] * 4,
+        ]
+        return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers) + REDUCTION_BYTES
