@@ -17,6 +17,12 @@ from splitk_jax.plan import DecodePlan
 SPLIT_OVERHEAD = 0.5
 """What a split costs beside its tokens, in pipeline steps: its fold and its write."""
 
+ALIGNED = 0.08
+"""How much more than its share a team may get so that no row is shared, and no partial is written and read again."""
+
+SNAP = 0.04
+"""How far from its share, in shares, a boundary moves to lie between two rows."""
+
 
 class Row(NamedTuple):
     """What the kernel knows of a row.
@@ -127,13 +133,20 @@ def make_schedule(
     cost_end = jnp.sum(jnp.where(upto, cost[None, :], 0.0), axis=1)
     splits_begin, cost_begin = splits_end - splits, cost_end - cost
 
-    # The split nearest to each team's share of the cost.
+    # Of each team's share of the cost, the nearest split, and the nearest row.
     team = jnp.arange(teams + 1)
-    at = cost_end[-1] * (team.astype(jnp.float32) / teams)
+    share = cost_end[-1] / teams
+    at = share * team.astype(jnp.float32)
     row = jnp.minimum(jnp.sum(cost_end[None, :] <= at[:, None], axis=1), batch - 1)
     within = jnp.round((at - cost_begin[row]) / split_cost[row]).astype(jnp.int32)
     begin = splits_begin[row] + jnp.clip(within, 0, splits[row])
-    begin = jnp.where(team == teams, splits_end[-1], begin)
+    lower = at - cost_begin[row] <= cost_end[row] - at
+    edge = jnp.where(lower, cost_begin[row], cost_end[row])
+    last = team == teams
+    edge = jnp.where(last, cost_end[-1], edge)
+    to_rows = (jnp.max(edge[1:] - edge[:-1]) <= (1 + ALIGNED) * share) | (jnp.abs(edge - at) <= SNAP * share)
+    begin = jnp.where(to_rows, jnp.where(lower, splits_begin[row], splits_end[row]), begin)
+    begin = jnp.where(last, splits_end[-1], begin)
     count, begin, team = begin[1:] - begin[:-1], begin[:-1], team[:-1]
 
     row = jnp.minimum(jnp.sum(splits_end[None, :] <= begin[:, None], axis=1), batch - 1).astype(jnp.int32)
