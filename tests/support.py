@@ -37,12 +37,12 @@ def copies_pools(dtype):
     return dtype == "bfloat16" and jax.default_backend() == "cpu" and version < (0, 11, 2)
 
 
-def make_policy(splits=4, *, block_kv=None, step_kv=None, **overrides):
-    """A policy of the cpu target, whose packaged tile takes other edges where `block_kv` and `step_kv` are given."""
+def make_policy(splits=4, *, target="cpu", block_kv=None, step_kv=None, **overrides):
+    """A policy of a target, whose packaged tiles take other edges where `block_kv` and `step_kv` are given."""
     settings = {"splits": splits, "max_splits": 256, "min_kv_per_split": 16} | overrides
     if block_kv is None:
-        return sk.load_policy("cpu", environ={}, **settings)
-    policy = sk.load_policy("cpu", environ={})
+        return sk.load_policy(target, environ={}, **settings)
+    policy = sk.load_policy(target, environ={})
     tiles = tuple(dataclasses.replace(tile, block_kv=block_kv, step_kv=step_kv) for tile in policy.tiles)
     return dataclasses.replace(policy, tiles=tiles, **settings)
 
@@ -235,6 +235,22 @@ def assert_close(got, expected):
     (out, lse), (dense_out, dense_lse) = got, expected
     rtol, atol = TOLERANCE[out.dtype.name]
     np.testing.assert_allclose(out.astype(np.float64), dense_out, rtol=rtol, atol=atol)
+    rtol, atol = LSE_TOLERANCE
+    np.testing.assert_allclose(lse, dense_lse, rtol=rtol, atol=atol)
+
+
+def assert_within_rounding(got, paged, **options):
+    """Compares (out, lse) of 16-bit tensor cores with `dense_attention`, as closely as they can be held to it.
+
+    Each weight is rounded before it meets V, and the output once: a share of `sum(weight * |v|)` and of the output. The
+    table's bound is one for values of order 1, which a row of a few tokens is not held to.
+    """
+    out, lse = got
+    dense_out, dense_lse = paged.dense(**options)
+    weighed, _ = paged.replace(v_pages=np.abs(paged.v_pages)).dense(**options)
+    unit, _ = TOLERANCE[out.dtype.name]
+    error = np.abs(out.astype(np.float64) - dense_out)
+    np.testing.assert_array_less(error, unit * (weighed + np.abs(dense_out)) + TOLERANCE["float32"][1])
     rtol, atol = LSE_TOLERANCE
     np.testing.assert_allclose(lse, dense_lse, rtol=rtol, atol=atol)
 

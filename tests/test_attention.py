@@ -79,6 +79,7 @@ class Case:
             self.target,
             environ={},
             ahead_of_time=True,
+            backend="reference",
             splits=self.splits,
             split_size=self.split_size,
             min_kv_per_split=self.min_kv_per_split,
@@ -101,7 +102,7 @@ class Case:
         return {"window": self.window, "softcap": self.softcap, "sinks": sinks, "sm_scale": self.sm_scale}
 
 
-H200 = {"target": "h200", "min_kv_per_split": 64, "split_size": 64, "longest": 600}
+H200 = {"target": "h200", "min_kv_per_split": 128, "split_size": 128, "longest": 600}
 
 # Covers every value of each column, and the pairs of options that meet in the kernel; not the cross of all.
 CASES = {
@@ -135,6 +136,7 @@ CASES = {
     "scale": Case(sm_scale=1.0, head_dim=128),
     "auto": Case(splits="auto", heads=(16, 8), head_dim=128, dtype="bfloat16", **H200),
     "auto-window": Case(splits="auto", window=300, **H200),
+    "balanced": Case(splits="balanced", heads=(8, 4), **H200),
     "pinned": Case(splits=11, heads=(10, 2), **H200),
     "legacy": Case(splits="legacy", **H200),
     "adaptive": Case(splits="adaptive", **H200),
@@ -164,7 +166,7 @@ def test_the_cases_cover_what_they_say():
     assert column("page_size") == {1, 2, 3, 5, 16, 24, 64, 256}
     assert column("q_len") == {None, 1, 2, 3, 4, 5}
     assert column("dtype") == set(TOLERANCE)
-    assert column("splits") >= {"auto", "legacy", "adaptive", "fixed_size", "off", 3, 64}
+    assert column("splits") >= {"auto", "balanced", "legacy", "adaptive", "fixed_size", "off", 3, 64}
     active = {
         name: max(sum(b > a for a, b in case.plan().split_bounds(n)) for n in case.lengths())
         for name, case in CASES.items()

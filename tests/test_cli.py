@@ -51,8 +51,10 @@ def test_show_prints_hardware_tiles_and_origins():
     for line in (
         "hbm_gb_per_s       4800",
         "configs/h200.toml [hardware] hbm_gb_per_s",
-        "max_splits         8           environment variable SPLITK_JAX_MAX_SPLITS",
+        "max_splits         8          environment variable SPLITK_JAX_MAX_SPLITS",
         "heads_per_cta",
+        "page_size",
+        "stages",
     ):
         assert line in done.output
     facts = json.loads(run("show", "cpu", "--json").output)
@@ -61,10 +63,11 @@ def test_show_prints_hardware_tiles_and_origins():
 
 
 def test_explain():
-    done = run(*EXPLAIN)
+    args = [*EXPLAIN, "--target-waves", "2"]
+    done = run(*args)
     assert done.exit_code == 0
-    assert "num_splits       33 = clamp(ceil(2 waves * 132 SMs / 8 CTAs), 1, max_splits 64)" in done.output
-    assert json.loads(run(*EXPLAIN, "--json").output)["plan"]["num_splits"] == 33
+    assert "num_splits       32 = clamp(2 waves * max(132 SMs // 8 CTAs, 1), 1, max_splits 64)" in done.output
+    assert json.loads(run(*args, "--json").output)["plan"]["num_splits"] == 32
 
 
 @pytest.mark.parametrize(("text", "count"), [("11", 11), ("off", 1)])
@@ -82,7 +85,7 @@ def test_explain_under_the_environment(text, count):
         ("--target-waves", "1", "target_waves", 1),
         ("--target-ctas", "264", "target_ctas", 264),
         ("--max-splits", "8", "max_splits", 8),
-        ("--min-kv-per-split", "64", "min_kv_per_split", 64),
+        ("--min-kv-per-split", "512", "min_kv_per_split", 512),
         ("--kernel", "reference", "backend", "reference"),
     ],
 )

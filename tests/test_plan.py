@@ -144,16 +144,16 @@ class TestTheTreeOverEveryLength:
 
 class TestPlanIsAValue:
     def test_equal_whatever_policy_it_came_from(self):
-        auto = sk.load_policy("h200", environ={}).plan(**SHAPE)
-        pinned = sk.load_policy("h100", environ={}, splits=33).plan(**SHAPE)
-        assert auto == pinned
-        assert hash(auto) == hash(pinned)
+        by_rule = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        pinned = sk.load_policy("h100", environ={}, splits=by_rule.num_splits).plan(**SHAPE)
+        assert by_rule == pinned
+        assert hash(by_rule) == hash(pinned)
 
     @pytest.mark.parametrize(
         "change", [{"page_size": 32}, {"head_dim_v": 64}, {"kv_dtype": "float32"}, {"max_decode_seqs": 8}]
     )
     def test_differs_with_the_shape(self, change):
-        policy = sk.load_policy("h200", environ={})
+        policy = sk.load_policy("h200", environ={}, backend="reference")
         assert policy.plan(**SHAPE) != policy.plan(**SHAPE | change)
 
     def test_frozen_ints_and_strings(self):
@@ -170,10 +170,10 @@ class TestPlanIsAValue:
             ("num_splits", 0, ValueError, "num_splits=0 is out of range"),
             ("num_splits", True, TypeError, "num_splits=True must be a static whole number"),
             ("num_q_heads", 33, ValueError, "num_q_heads=33 must be a multiple of num_kv_heads=8"),
-            ("step_kv", 100, ValueError, "step_kv=100 must be a multiple of block_kv=64"),
-            ("split_size", 100, ValueError, "split_size=100 must be a multiple of block_kv=64"),
+            ("step_kv", 100, ValueError, "step_kv=100 must be a multiple of block_kv="),
+            ("split_size", 100, ValueError, "split_size=100 must be a multiple of block_kv="),
             ("kv_dtype", "int8", NotImplementedError, "kv_dtype=int8: quantised KV"),
-            ("backend", "cuda", ValueError, "backend='cuda' is not known: accepted are reference"),
+            ("backend", "cuda", ValueError, "backend='cuda' is not known: accepted are mosaic, reference"),
         ],
     )
     def test_is_checked_however_it_is_made(self, field, value, error, match):
@@ -201,6 +201,7 @@ class TestPlanIsAValue:
         ("splits", "num_seqs", "expected"),
         [
             ("auto", None, True),
+            ("balanced", None, True),
             (7, None, True),
             ("fixed_size", None, True),
             ("legacy", 64, True),
@@ -215,9 +216,9 @@ class TestPlanIsAValue:
         assert ("batch-invariant  yes" in plan.explain()) is expected
 
     def test_workspace(self):
-        plan = sk.load_policy("h200", environ={}).plan(**SHAPE, head_dim_v=64)
+        plan = sk.load_policy("h200", environ={}, backend="reference", splits=33).plan(**SHAPE, head_dim_v=64)
         assert plan.workspace_bytes == 33 * 32 * 64 * (64 + 2) * 4
-        assert sk.load_policy("h200", environ={}, splits="off").plan(**SHAPE).workspace_bytes == 0
+        assert sk.load_policy("a100", environ={}, splits="off").plan(**SHAPE).workspace_bytes == 0
 
 
 class TestFingerprint:
@@ -240,12 +241,19 @@ class TestFingerprint:
         assert len(set(prints)) == len(prints)
 
     def test_does_not_move_with_how_the_count_was_asked_for(self):
-        assert self.plan(splits=33).fingerprint() == self.plan().fingerprint()
+        assert self.plan(splits=self.plan().num_splits).fingerprint() == self.plan().fingerprint()
 
     def test_moves_with_the_sm_count_alone(self):
         slices = [sk.Policy(sm_count=n, splits=8).plan(**SHAPE) for n in (132, 60)]
-        assert slices[0] == slices[1]
+        assert dataclasses.replace(slices[1], launch_ctas=132) == slices[0]
         assert slices[0].fingerprint() != slices[1].fingerprint()
+
+    def test_does_not_move_with_how_many_ctas_are_launched(self):
+        plan = self.plan()
+        assert plan.launch_ctas == 132
+        fewer = dataclasses.replace(plan, launch_ctas=66)
+        assert fewer != plan, "another launch is another program"
+        assert fewer.fingerprint() == plan.fingerprint()
 
     def test_moves_with_versions(self, monkeypatch):
         before = self.plan().fingerprint()
@@ -255,30 +263,39 @@ class TestFingerprint:
 
 class TestExplain:
     def test_shows_the_decision(self):
-        text = sk.load_policy("h200", environ={}).plan(**SHAPE).explain()
+        settings = {"splits": "auto", "target_waves": 2, "min_kv_per_split": 256, "backend": "reference"}
+        text = sk.load_policy("h200", environ={}, **settings).plan(**SHAPE).explain()
         for line in (
             "h200: NVIDIA H200, sm_90, 132 SMs",
             "num_splits       33 = clamp(ceil(2 waves * 132 SMs / 8 CTAs), 1, max_splits 64)",
             "CTAs a sequence  8 = 8 KV heads * ceil(group 4 / 64 heads a CTA), at one split",
             "workspace        35.14 MB of float32 partials",
             "     1       33     264     2.0              8            0.06",
-            " 131072              33             4032   536.9 MB                 111.85",
-            "splits             auto        configs/h200.toml [policy] splits",
+            "  16384              32              512   67.11 MB                  13.98",
+            "splits             auto        argument splits",
+            "max_splits         64          configs/h200.toml [policy] max_splits",
         ):
             assert line in text
 
     @pytest.mark.parametrize(
         ("splits", "formula"),
         [
+            ("balanced", "clamp(2 waves * max(132 SMs // 8 CTAs, 1), 1, max_splits 64)"),
             ("legacy", "min(132 SMs // (32 query heads * max(4 sequences, 64 rows)) or 1, max_splits 64)"),
-            ("adaptive", "clamp(ceil(132 CTAs / (4 sequences * 8 CTAs)), 1, min(max_splits 64, 8192 tokens // 256))"),
+            ("adaptive", "clamp(ceil(132 CTAs / (4 sequences * 8 CTAs)), 1, min(max_splits 64, 8192 tokens // 128))"),
             ("fixed_size", "ceil(8192 tokens / 512 a split)"),
             (11, "clamp(11 pinned, 1, max_splits 64)"),
         ],
     )
     def test_formula_of_each_rule(self, splits, formula):
-        plan = sk.load_policy("h200", environ={}, splits=splits).plan(**SHAPE, num_seqs=4, max_seq_len=8192)
+        policy = sk.load_policy("h200", environ={}, splits=splits, target_waves=2, min_kv_per_split=128)
+        plan = policy.plan(**SHAPE, num_seqs=4, max_seq_len=8192)
         assert f"num_splits       {plan.num_splits} = {formula}" in plan.explain()
+
+    def test_formula_of_more_ctas_than_sms(self):
+        policy = sk.load_policy("h200", environ={}, target_waves=3)
+        plan = policy.plan(**SHAPE | {"num_q_heads": 264, "num_kv_heads": 264})
+        assert "num_splits       3 = clamp(3 waves * max(132 SMs // 264 CTAs, 1), 1, max_splits 64)" in plan.explain()
 
     def test_report_is_json_and_counts_as_the_tree_does(self):
         plan = sk.load_policy("h200", environ={}).plan(**SHAPE)

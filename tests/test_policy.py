@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import splitk_jax as sk
-from splitk_jax.policy import check_sm_count
+from splitk_jax.policy import balanced_splits, check_sm_count
 
 SHAPE = {"ctas": 8, "num_q_heads": 32, "num_seqs": 1, "max_decode_seqs": 64}
 BATCHES = (*range(1, 17), 24, 32, 48, 64, 128, 256)
@@ -27,6 +27,20 @@ class TestGoldenNumbers:
     def test_auto_before_the_cap(self):
         assert sk.auto_splits(188, 2, target_waves=2, max_splits=1 << 20) == 188
         assert sk.auto_splits(188, 2, target_waves=2, max_splits=64) == 64
+
+    @pytest.mark.parametrize(
+        ("sm_count", "ctas", "expected"),
+        [(132, 8, 32), (132, 24, 10), (48, 24, 4), (304, 8, 64), (132, 132, 2), (132, 133, 2), (132, 500, 2)],
+    )
+    def test_balanced(self, sm_count, ctas, expected):
+        assert balanced_splits(sm_count, ctas) == expected
+        assert sk.num_splits(policy(sm_count=sm_count, splits="balanced"), **SHAPE | {"ctas": ctas}) == expected
+
+    def test_balanced_at_the_cap_and_at_other_waves(self):
+        assert balanced_splits(132, 1, max_splits=1 << 20) == 264
+        assert balanced_splits(132, 500, target_waves=3, max_splits=2) == 2
+        balanced = policy(splits="balanced", target_waves=3, max_splits=40)
+        assert [sk.num_splits(balanced, **SHAPE | {"ctas": n}) for n in (8, 11, 500)] == [40, 36, 3]
 
     @pytest.mark.parametrize(
         ("sm_count", "heads", "rows", "num_seqs", "expected"),
@@ -67,7 +81,7 @@ class TestGoldenNumbers:
 
 
 class TestParseSplits:
-    @pytest.mark.parametrize("text", ["auto", "legacy", "adaptive", "fixed_size"])
+    @pytest.mark.parametrize("text", ["auto", "balanced", "legacy", "adaptive", "fixed_size"])
     def test_rules_are_themselves(self, text):
         assert sk.parse_splits(text) == text
 
@@ -84,32 +98,36 @@ class TestParseSplits:
         ["", " 8", "8 ", "8.0", "0x8", "1e2", "-1", "+8", "08", "True", "AUTO", "off ", "2147483648", "nonsense"],
     )
     def test_anything_else_is_refused_with_what_is_accepted(self, text):
-        with pytest.raises(sk.ConfigError, match=r"splits=.*is not valid: accepted is auto, legacy"):
+        with pytest.raises(sk.ConfigError, match=r"splits=.*is not valid: accepted is auto, balanced, legacy"):
             sk.parse_splits(text)
 
 
 class TestExhaustively:
-    def test_auto_and_legacy_over_every_part_and_model(self):
+    def test_the_rules_of_a_part_over_every_part_and_model(self):
         """743,424 points: the exact values, their range, and the direction in which each input moves them."""
         heads = np.arange(1, 129)
         ctas = heads[:, None] * np.array(BATCHES)
         previous = None
         for sm_count in range(1, 265):
             auto = np.array([sk.auto_splits(sm_count, h) for h in range(1, 129)])
+            balanced = np.array([balanced_splits(sm_count, h) for h in range(1, 129)])
             legacy = np.array([[sk.legacy_splits(sm_count, h, b) for b in BATCHES] for h in range(1, 129)])
             assert (auto == np.clip(np.ceil(2 * sm_count / heads), 1, 64)).all()
             # As seed 000 words it: one split once the unsplit grid fills the part.
             assert (legacy == np.where(ctas >= sm_count, 1, sm_count // ctas)).all()
+            assert (balanced == np.clip(2 * np.maximum(np.floor(sm_count / heads), 1), 1, 64)).all()
             assert (np.diff(auto) <= 0).all(), "more CTAs a sequence never ask for more splits"
+            assert (np.diff(balanced) <= 0).all()
             assert (np.diff(legacy, axis=0) <= 0).all()
             assert (np.diff(legacy, axis=1) <= 0).all()
             if previous is not None:
                 assert (auto >= previous[0]).all(), "a larger part never asks for fewer splits"
-                assert (legacy >= previous[1]).all()
-            previous = auto, legacy
+                assert (balanced >= previous[1]).all()
+                assert (legacy >= previous[2]).all()
+            previous = auto, balanced, legacy
 
     def test_auto_and_pinned_read_nothing_of_the_batch(self):
-        for splits in ("auto", 7):
+        for splits in ("auto", "balanced", 7):
             counts = {
                 sk.num_splits(policy(splits=splits), ctas=8, num_q_heads=32, num_seqs=b, max_decode_seqs=m)
                 for b in BATCHES
@@ -199,20 +217,22 @@ class TestPolicyIsAValue:
     def test_first_tile_whose_conditions_hold(self):
         rows = (
             sk.Tile(head_dim=128, kv_dtype="bfloat16", heads_per_cta=1, block_kv=16, step_kv=16),
-            sk.Tile(head_dim=128, heads_per_cta=2, block_kv=16, step_kv=16),
+            sk.Tile(head_dim=128, page_size=64, heads_per_cta=2, block_kv=16, step_kv=16),
+            sk.Tile(head_dim=128, heads_per_cta=3, block_kv=16, step_kv=16),
         )
-        assert policy(tiles=rows).tile(128, "bfloat16").heads_per_cta == 1
-        assert policy(tiles=rows).tile(128, "float32").heads_per_cta == 2
-        with pytest.raises(NotImplementedError, match="head_dim=64, kv_dtype=float32"):
-            policy(tiles=rows).tile(64, "float32")
+        assert policy(tiles=rows).tile(128, "bfloat16", 64).heads_per_cta == 1
+        assert policy(tiles=rows).tile(128, "float32", 64).heads_per_cta == 2
+        assert policy(tiles=rows).tile(128, "float32", 16).heads_per_cta == 3
+        with pytest.raises(NotImplementedError, match="head_dim=64, kv_dtype=float32, page_size=16 meet"):
+            policy(tiles=rows).tile(64, "float32", 16)
 
     def test_describe_prints_every_setting_with_its_origin(self):
         text = sk.load_policy("h200", environ={"SPLITK_JAX_SPLITS": "11"}, max_splits=8).describe()
         for line in (
-            "splits             11          environment variable SPLITK_JAX_SPLITS",
-            "max_splits         8           argument max_splits",
-            "target_waves       2           configs/h200.toml [policy] target_waves",
-            "target_ctas        132         default: sm_count",
+            "splits             11       environment variable SPLITK_JAX_SPLITS",
+            "max_splits         8        argument max_splits",
+            "split_size         512      configs/h200.toml [policy] split_size",
+            "target_ctas        132      default: sm_count",
         ):
             assert line in text
 
@@ -253,11 +273,11 @@ class TestDevice:
         shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 4, "page_size": 2, "max_decode_seqs": 1}
         arrays = (jnp.zeros((1, 2, 4), "bfloat16"), *[jnp.zeros((1, 2, 1, 4), "bfloat16")] * 2)
         arrays += (jnp.zeros((1, 1), "int32"), jnp.ones((1,), "int32"))
-        plan = sk.load_policy("h200", environ={}).plan(**shape)
+        plan = sk.load_policy("h200", environ={}, backend="reference").plan(**shape)
         sk.paged_decode_attention(*arrays, plan=plan)
         devices = jax.devices()
         monkeypatch.setattr(jax, "devices", lambda *a: devices if a else [Device("NVIDIA H200 MIG", 60)])
         with pytest.raises(sk.ConfigError, match=r"sm_count=132.*has 60"):
             sk.paged_decode_attention(*arrays, plan=plan)
-        ahead = sk.load_policy("h200", environ={}, ahead_of_time=True).plan(**shape)
+        ahead = sk.load_policy("h200", environ={}, backend="reference", ahead_of_time=True).plan(**shape)
         sk.paged_decode_attention(*arrays, plan=ahead)

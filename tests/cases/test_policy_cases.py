@@ -16,7 +16,7 @@ import pytest
 from support import assert_same_bits, bits, make_plan, random_paged
 
 import splitk_jax as sk
-from splitk_jax import attention
+from splitk_jax.kernels.reference import split as reference_split
 
 COUNTS = ["SPLIT_SIZE", "TARGET_WAVES", "TARGET_CTAS", "MAX_SPLITS", "MIN_KV_PER_SPLIT"]
 SHAPE = {
@@ -28,6 +28,7 @@ SHAPE = {
     "q_dtype": "float32",
     "kv_dtype": "float32",
 }
+BFLOAT16 = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
 
 
 @functools.cache
@@ -145,7 +146,9 @@ def test_d03_a_count_is_taken_and_shown(variable):
 def test_d03_split_rules_are_exact(name, text):
     with pytest.raises(sk.ConfigError) as error:
         sk.load_policy("cpu", environ={name: text})
-    assert f"environment variable {name}={text!r} is not valid: accepted is auto, legacy, adaptive" in str(error.value)
+    assert f"environment variable {name}={text!r} is not valid: accepted is auto, balanced, legacy, adaptive" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("name", ["SPLITK_JAX_SPLITS", "ATLAS_ATTN_DECODE_SPLITK"])
@@ -160,6 +163,7 @@ def test_d03_split_rules_are_exact(name, text):
         ("off", 1),
         ("false", 1),
         ("auto", "auto"),
+        ("balanced", "balanced"),
         ("legacy", "legacy"),
     ],
 )
@@ -234,7 +238,7 @@ def test_d04_traced_on_a_warm_up_run_on_long_rows():
 def splits_of(target="h200", **overrides):
     shape = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 128, "page_size": 16, "max_decode_seqs": 1}
     policy = {key: overrides.pop(key) for key in ("splits", "max_splits") if key in overrides}
-    return sk.load_policy(target, environ={}, **policy).plan(**(shape | overrides)).num_splits
+    return sk.load_policy(target, environ={}, target_waves=2, **policy).plan(**(shape | overrides)).num_splits
 
 
 @pytest.mark.parametrize(
@@ -248,8 +252,9 @@ def test_d04_kv_heads_are_counted_and_not_query_heads():
     # Below the ceiling, or every count would look the same.
     counts = [splits_of(num_q_heads=heads, max_splits=4096) for heads in (1, 8, 64)]
     assert counts == [264, 264, 264]
-    assert splits_of(num_q_heads=8, num_kv_heads=8, max_splits=4096) == 33
-    assert splits_of(num_q_heads=65, max_splits=4096) == 132
+    assert splits_of(num_q_heads=8, num_kv_heads=8, max_splits=4096) == 32
+    assert splits_of(num_q_heads=8, num_kv_heads=8, max_splits=4096, splits="auto") == 33
+    assert splits_of(num_q_heads=66, max_splits=4096) == 132
 
 
 def test_d04_the_head_dim_and_the_capacity_of_the_pool_are_not_read():
@@ -258,12 +263,13 @@ def test_d04_the_head_dim_and_the_capacity_of_the_pool_are_not_read():
 
 def test_d04_no_cliff_along_the_batch():
     assert len({splits_of(max_decode_seqs=n) for n in range(1, 130)}) == 1
-    plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
+    plan = sk.load_policy("h200", environ={}).plan(**SHAPE | BFLOAT16)
     assert {row["num_splits"] for row in plan.report()["batches"]} == {plan.num_splits}
 
 
 def test_d04_active_splits_follow_the_context():
-    plan = sk.load_policy("h200", environ={}).plan(**SHAPE | {"page_size": 16})
+    policy = sk.load_policy("h200", environ={}, splits="auto", min_kv_per_split=256)
+    plan = policy.plan(**SHAPE | BFLOAT16)
     active = [sum(high > low for low, high in plan.split_bounds(n)) for n in range(0, 131072, 997)]
     for n, count in zip(range(0, 131072, 997), active, strict=True):
         # Never a split for less than min_kv_per_split tokens but the last.
@@ -276,7 +282,7 @@ def test_d04_active_splits_follow_the_context():
 
 
 def test_d04_a_count_that_is_clamped_says_so():
-    plan = sk.load_policy("h200", environ={}, splits=100).plan(**SHAPE)
+    plan = sk.load_policy("h200", environ={}, splits=100).plan(**SHAPE | BFLOAT16)
     assert plan.num_splits == 64
     assert "num_splits       64 = clamp(100 pinned, 1, max_splits 64)" in plan.explain()
 
@@ -293,8 +299,8 @@ def kernel_traces(monkeypatch):
         traces.append(kwargs["plan"].num_splits)
         return split(*args, **kwargs)
 
-    split = attention.split
-    monkeypatch.setattr(attention, "split", counted)
+    split = reference_split.split
+    monkeypatch.setattr(reference_split, "split", counted)
     return traces
 
 
@@ -343,7 +349,7 @@ def test_d06_equal_plans_of_the_op_itself_trace_once(kernel_traces):
     assert kernel_traces == [3, 2]
 
 
-RULES = ["auto", "legacy", "adaptive", "fixed_size", "off", 3]
+RULES = ["auto", "balanced", "legacy", "adaptive", "fixed_size", "off", 3]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -421,11 +427,12 @@ def test_d06_other_kinds_of_lengths_and_tables_are_refused(argument, value):
 
 def test_d07_partials_of_gigabytes_are_reported():
     shape = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": 512, "page_size": 64, "max_decode_seqs": 64}
-    plan = sk.load_policy("h200", environ={}, splits=128, max_splits=128).plan(**shape)
+    policy = functools.partial(sk.load_policy, "h200", environ={}, backend="reference", splits=128)
+    plan = policy(max_splits=128).plan(**shape)
     assert plan.workspace_bytes == 64 * 128 * 128 * (512 + 2) * 4 > 2 * 2**30
     assert "workspace        2.156 GB of float32 partials" in plan.explain()
     assert plan.report()["workspace_bytes"] == plan.workspace_bytes
-    capped = sk.load_policy("h200", environ={}, splits=128).plan(**shape)
+    capped = policy().plan(**shape)
     assert capped.num_splits == 64
     assert capped.workspace_bytes * 2 == plan.workspace_bytes
 
@@ -437,7 +444,8 @@ def test_d07_partials_of_gigabytes_are_reported():
         ("block_kv = 8192", "block_kv=8192 is not valid"),
         ("block_kv = 48", "step_kv=256: accepted is a multiple of block_kv=48"),
         ("heads_per_cta = 0", "heads_per_cta=0 is not valid"),
-        ("stages = 9", "stages=9 is not known"),
+        ("stages = 0", "stages=0 is not valid"),
+        ("warps = 9", "warps=9 is not known"),
     ],
 )
 def test_d07_a_tile_that_cannot_be_is_refused_with_its_file_and_row(row, message, tmp_path):
@@ -459,7 +467,8 @@ def test_d07_a_shape_without_a_tile_is_refused(tmp_path):
     policy = sk.load_policy(str(path), environ={})
     assert policy.plan(**SHAPE | {"head_dim": 128}).block_kv == 64
     with pytest.raises(
-        NotImplementedError, match=r"head_dim=80, kv_dtype=float32 meet the conditions of no .* row of .*mine"
+        NotImplementedError,
+        match=r"head_dim=80, kv_dtype=float32, page_size=16 meet the conditions of no .* row of .*mine",
     ):
         policy.plan(**SHAPE)
 
@@ -531,7 +540,7 @@ def test_d10_every_target_loads(name):
     assert (target.name, target.packaged, target.source) == (name, True, f"configs/{name}.toml")
     policy = sk.load_policy(name, environ={})
     assert policy.target == target
-    assert policy.plan(**SHAPE, max_seq_len=4096).num_splits >= 1
+    assert policy.plan(**SHAPE | BFLOAT16, max_seq_len=4096).num_splits >= 1
 
 
 D10 = """

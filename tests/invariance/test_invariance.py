@@ -408,10 +408,12 @@ class TestTheBatterySees:
         assert wrong > 0
 
     def test_the_adaptive_rule_says_that_it_moves_and_does(self):
-        policy = sk.load_policy("h200", environ={}, ahead_of_time=True, splits="adaptive", min_kv_per_split=64)
-        config = Config(heads=(6, 2), q_dtype="float32", longest=512)
+        policy = sk.load_policy(
+            "h200", environ={}, backend="reference", ahead_of_time=True, splits="adaptive", min_kv_per_split=128
+        )
+        config = Config(heads=(6, 2), q_dtype="float32", longest=1024)
         rng = np.random.default_rng(0)
-        rows = [config.sequence(512, rng) for _ in range(17)]
+        rows = [config.sequence(1024, rng) for _ in range(17)]
         seen = set()
         for bucket in (1, 4, 17):
             plan = policy.plan(
@@ -421,7 +423,7 @@ class TestTheBatterySees:
                 page_size=16,
                 max_decode_seqs=MAX_ROWS,
                 num_seqs=bucket,
-                max_seq_len=512,
+                max_seq_len=1024,
                 q_dtype="float32",
             )
             assert not plan.batch_invariant

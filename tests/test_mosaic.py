@@ -1,0 +1,658 @@
+"""The mosaic backend without its GPU: what it lowers to, what it refuses by name, and its schedule, replayed.
+
+What it computes is for `test_gpu.py`: no emulation of a Hopper's tensor cores is at hand.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import assert_close, random_paged
+
+import splitk_jax as sk
+from splitk_jax.checks import MOSAIC_JAX
+from splitk_jax.kernels.mosaic.schedule import (
+    ALIGNED,
+    SPLIT_OVERHEAD,
+    WORK_PAGES,
+    WORK_ROW,
+    Merge,
+    Row,
+    Work,
+    make_schedule,
+)
+from splitk_jax.target import load_targets
+from splitk_jax.tiles import MOSAIC_HEAD_DIMS
+
+HOPPERS = [target.name for target in load_targets() if target.arch == "sm_90"]
+RULES = ("auto", "balanced", "legacy", "adaptive", "fixed_size", 7, "off")
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < MOSAIC_JAX, reason=f"jax {jax.__version__} has no Mosaic GPU that serves these kernels"
+)
+
+# Of pools that are only lowered. A prime, so that no other axis is taken for it.
+NUM_PAGES = 2003
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compiled shape: heads as (query, KV), lanes, page and batch, and the target and rule of the plan."""
+
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    batch: int = 3
+    longest: int = 4096
+    target: str = "h200"
+    splits: str | int = "balanced"
+    launch_ctas: int | None = None
+
+    @property
+    def group(self):
+        return self.heads[0] // self.heads[1]
+
+    @property
+    def width(self):
+        return -(-self.longest // self.page_size)
+
+    def policy(self, **overrides):
+        overrides = {"splits": self.splits, "ahead_of_time": True} | overrides
+        return sk.load_policy(self.target, environ={}, **overrides)
+
+    def plan(self, policy=None, **shape):
+        policy = self.policy() if policy is None else policy
+        plan = policy.plan(
+            **{
+                "num_q_heads": self.heads[0],
+                "num_kv_heads": self.heads[1],
+                "head_dim": self.head_dim,
+                "head_dim_v": self.head_dim_v,
+                "page_size": self.page_size,
+                "max_decode_seqs": max(self.batch, 64),
+                "num_seqs": self.batch,
+                "max_seq_len": self.width * self.page_size,
+                "q_dtype": self.dtype,
+                "kv_dtype": self.dtype,
+            }
+            | shape
+        )
+        return plan if self.launch_ctas is None else dataclasses.replace(plan, launch_ctas=self.launch_ctas)
+
+    def arguments(self):
+        """The shapes of a call, and no arrays."""
+        (num_q_heads, num_kv_heads), page = self.heads, (NUM_PAGES, self.page_size)
+        return (
+            jax.ShapeDtypeStruct((self.batch, num_q_heads, self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim_v or self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((self.batch, self.width), "int32"),
+            jax.ShapeDtypeStruct((self.batch,), "int32"),
+        )
+
+    def lower(self, plan=None):
+        call = functools.partial(sk.paged_decode_attention, plan=self.plan() if plan is None else plan, return_lse=True)
+        return jax.jit(call).trace(*self.arguments()).lower(lowering_platforms=("cuda",))
+
+
+# Every tile row, head dim, group, page size, dtype, batch, rule and target somewhere, and the pairs that meet in the
+# kernel; not the cross of all.
+CASES = {
+    "llama-alone": Case(batch=1),
+    "llama-f16-b64": Case(batch=64, dtype="float16", target="h100"),
+    "llama-page32-b200": Case(batch=200, page_size=32, target="h100_pcie"),
+    "llama-page64": Case(page_size=64, target="h100"),
+    "llama-page128-f16": Case(page_size=128, dtype="float16", target="h100_pcie"),
+    "llama-page256-b64": Case(page_size=256, batch=64),
+    "d64-group1-page128": Case((8, 8), 64, page_size=128, batch=64),
+    "d64-group6-page8-f16": Case((12, 2), 64, page_size=8, dtype="float16", target="h100"),
+    "d64-group64-page64-b200": Case((64, 1), 64, page_size=64, batch=200, target="h100_pcie"),
+    "d64-group128-page256": Case((128, 1), 64, page_size=256, dtype="float16"),
+    "d80-group3": Case((24, 8), 80, batch=1, target="h100"),
+    "d80-dv64-group8-page64": Case((64, 8), 80, 64, page_size=64, dtype="float16"),
+    "d80-dv96-group1-page8-b200": Case((2, 2), 80, 96, page_size=8, batch=200),
+    "d96-group12-page8": Case((24, 2), 96, page_size=8, dtype="float16"),
+    "d96-group4-page256-b64": Case((16, 4), 96, page_size=256, batch=64, target="h100_pcie"),
+    "d112-group7-page32": Case((28, 4), 112, page_size=32, batch=1),
+    "d112-dv128-group16": Case((16, 1), 112, 128, batch=64, target="h100"),
+    "d128-dv64-group16-page128": Case((64, 4), 128, 64, page_size=128, dtype="float16"),
+    "d128-dv80-group64": Case((64, 1), 128, 80, batch=64),
+    "d128-group128-page8-b200": Case((128, 1), page_size=8, batch=200, dtype="float16", target="h100"),
+    "d192-dv128-group16": Case((128, 8), 192, 128, batch=64),
+    "d192-group12-page64-f16": Case((12, 1), 192, page_size=64, dtype="float16", target="h100_pcie"),
+    "d192-dv128-group128-page128": Case((128, 1), 192, 128, page_size=128, target="h100"),
+    "d256-group4-page8": Case((16, 4), 256, page_size=8, batch=1),
+    "d256-group16-page64-f16": Case((16, 1), 256, page_size=64, dtype="float16", batch=200),
+    "d64-page24": Case((4, 2), 64, page_size=24),
+    "d96-dv128-group8-page40-f16": Case((8, 1), 96, 128, page_size=40, dtype="float16", batch=64),
+    "d256-dv64-group6-page256": Case((24, 4), 256, 64, page_size=256, target="h100"),
+    "one-head": Case((1, 1)),
+    "four-heads": Case((4, 4), 64, batch=1),
+    "six-heads-group3": Case((6, 2), 96, dtype="float16"),
+    "auto": Case(splits="auto"),
+    "pinned": Case(splits=7, target="h100"),
+    "one-split": Case(splits="off"),
+    "one-split-dv80": Case((8, 2), 80, splits="off"),
+    "legacy": Case((4, 1), splits="legacy", batch=1, page_size=64),
+    "adaptive": Case(splits="adaptive", batch=1),
+    "fixed-size": Case(splits="fixed_size", page_size=32),
+}
+
+
+@needs_mosaic
+class TestLowering:
+    @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+    def test_two_kernels_and_no_copy_of_a_pool(self, case):
+        plan = case.plan()
+        text = case.lower(plan).as_text()
+        merges = plan.num_splits > 1 or plan.head_dim_v % 64 != 0
+        assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1 + merges
+        assert "splitk_split" in text
+        assert ("splitk_combine" in text) == merges
+        # Whatever reads or makes an array with the pool's pages: the signatures, the calls and the kernel.
+        with_pages = [line for line in text.splitlines() if re.search(rf"tensor<(\d+x)*{NUM_PAGES}x", line)]
+        assert sum("custom_call @mosaic_gpu" in line for line in with_pages) == 1
+        for line in with_pages:
+            assert re.search(r"^\s*func\.func |= call @|stablehlo\.custom_call @mosaic_gpu", line), line[:200]
+
+    def test_the_cases_cover_what_they_say(self):
+        def column(name):
+            return {getattr(case, name) for case in CASES.values()}
+
+        assert column("head_dim") == {64, 80, 96, 112, 128, 192, 256}
+        assert any(case.head_dim_v not in (None, case.head_dim) for case in CASES.values())
+        assert column("group") >= {1, 3, 4, 6, 7, 8, 12, 16, 64, 128}
+        assert column("page_size") == {8, 16, 24, 32, 40, 64, 128, 256}
+        assert column("dtype") == {"bfloat16", "float16"}
+        assert column("batch") == {1, 3, 64, 200}
+        assert column("splits") == set(RULES)
+        assert column("target") == set(HOPPERS)
+        plans = [case.plan() for case in CASES.values()]
+        assert {plan.policy.tile(plan.head_dim, plan.kv_dtype, plan.page_size) for plan in plans} == {
+            tile for target in HOPPERS for tile in sk.load_target(target).tiles
+        }
+        assert any(plan.row_capacity > plan.launch_teams for plan in plans)
+        assert any(plan.num_q_heads < 8 for plan in plans)
+        assert {plan.num_splits > 1 for plan in plans} == {True, False}
+
+    @pytest.mark.parametrize("wrapper", ["vmap", "scan"])
+    def test_inside_other_transformations(self, wrapper):
+        """One sequence after another, one layer after another: the same two kernels in a loop."""
+        case = Case()
+        decode = functools.partial(sk.paged_decode_attention, plan=case.plan())
+        many = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in case.arguments()]
+
+        def layers(q, k_pages, v_pages, block_tables, seq_lens):
+            def layer(q, pools):
+                return decode(q, *pools, block_tables, seq_lens), None
+
+            return jax.lax.scan(layer, q, (k_pages, v_pages))[0]
+
+        if wrapper == "vmap":
+            traced = jax.jit(jax.vmap(decode)).trace(*many)
+        else:
+            q, _, _, *rest = case.arguments()
+            traced = jax.jit(layers).trace(q, *many[1:3], *rest)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 2
+        assert "stablehlo.while" in text
+
+    def test_another_launch_is_another_program(self):
+        traced = []
+
+        @functools.partial(jax.jit, static_argnames="plan")
+        def decode(arrays, plan):
+            traced.append(plan.launch_ctas)
+            return sk.paged_decode_attention(*arrays, plan=plan)
+
+        plan = Case().plan()
+        for launch_ctas in (132, 66, 132, 66):
+            decode.trace(Case().arguments(), plan=dataclasses.replace(plan, launch_ctas=launch_ctas))
+        assert traced == [132, 66]
+
+
+# What rounds, or chooses among what has been rounded.
+ARITHMETIC = {"add", "sub", "mul", "div", "max", "exp2", "log", "select_n", "convert_element_type", "wgmma_ref"}
+ARITHMETIC |= {"reduce_max", "reduce_sum"}
+
+
+def kernel_arithmetic(jaxpr, kernel=None):
+    """(kernel, primitive, operand types and constants) of every float operation of the kernels, in program order."""
+    for equation in jaxpr.eqns:
+        parameters = [x for value in equation.params.values() for x in (value if isinstance(value, tuple) else [value])]
+        bodies = [body for body in (getattr(x, "jaxpr", x) for x in parameters) if hasattr(body, "eqns")]
+        name = str(equation.params.get("name", ""))
+        for body in bodies:
+            yield from kernel_arithmetic(body, name if name.startswith("splitk_") else kernel)
+        types = [f"{v.aval} {getattr(v, 'val', '')}" for v in equation.invars]
+        if kernel and equation.primitive.name in ARITHMETIC and any("float" in x for x in types):
+            yield kernel, equation.primitive.name, *types
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["llama-alone", "d80-dv96-group1-page8-b200", "fixed-size"])
+def test_arithmetic_is_of_the_plan_alone(name):
+    """Why bits do not move: no operation that rounds has a shape, or a place, that a batch or a launch has a say in."""
+    plan = CASES[name].plan(max_decode_seqs=200)
+    split, combine = [], []
+    for batch, longest, launch_ctas in [(1, 1024, 132), (3, 4096, 132), (64, 4096, 8), (200, 512, 500)]:
+        case = dataclasses.replace(CASES[name], batch=batch, longest=longest)
+        call = functools.partial(
+            sk.paged_decode_attention, plan=dataclasses.replace(plan, launch_ctas=launch_ctas), return_lse=True
+        )
+        found = list(kernel_arithmetic(jax.make_jaxpr(call)(*case.arguments()).jaxpr))
+        split.append([x for x in found if x[0].startswith("splitk_split")])
+        # Of the combine's, only which they are: how many partials it loads ahead may follow the batch.
+        combine.append({x for x in found if x[0].startswith("splitk_combine")})
+    assert sum(primitive == "wgmma_ref" for _, primitive, *_ in split[0]) == 2
+    assert sum(primitive.startswith("reduce_") for _, primitive, *_ in split[0]) >= 2
+    assert combine[0]
+    assert all(each == split[0] for each in split)
+    assert all(each == combine[0] for each in combine)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", ["llama-f16-b64", "d80-group3", "d128-group128-page8-b200", "one-split-dv80"])
+def test_the_workspace_that_a_plan_reports(name):
+    """The most that the split kernel leaves to the combine, at the plan's capacity."""
+    from splitk_jax.kernels.mosaic.split import split
+
+    plan = CASES[name].plan()
+    case = dataclasses.replace(CASES[name], batch=plan.row_capacity)
+    q, *arrays = case.arguments()
+    q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
+    call = functools.partial(split, plan=plan, window=None, softcap=None)
+    partials = jax.eval_shape(call, q, *arrays, jax.ShapeDtypeStruct((), "float32")).partials
+    assert sum(x.size * 4 for x in jax.tree.leaves(partials)) == plan.workspace_bytes
+
+
+class TestSharedMemory:
+    @needs_mosaic
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case((8, 1), 64, page_size=128),
+            Case((64, 1), 64, page_size=8),
+            Case((4, 1), 80),
+            Case((64, 1), 96, 80, page_size=64),
+            Case((32, 8)),
+            Case((128, 1), page_size=256, dtype="float16"),
+            Case((12, 1), 192, 128),
+            Case((16, 1), 256, page_size=32),
+        ],
+        ids=lambda case: f"group{case.group}-d{case.head_dim}-dv{case.head_dim_v}-page{case.page_size}",
+    )
+    @pytest.mark.parametrize("stages", [None, 2])
+    def test_the_rule_counts_what_the_kernel_asks_for(self, case, stages, monkeypatch):
+        plan = case.plan()
+        plan = plan if stages is None else dataclasses.replace(plan, stages=stages)
+        monkeypatch.setattr("jax.experimental.mosaic.gpu.core._SMEM_SIZE_BOUND", 1)
+        with pytest.raises(ValueError, match="exceeds available shared memory") as e:
+            case.lower(plan)
+        asked = int(re.search(r"smem_bytes=(\d+)", str(e.value))[1])
+        assert asked <= plan.mosaic_tile.smem_bytes(plan.stages) <= asked + 8 * 1024
+
+    @pytest.mark.parametrize("target", HOPPERS)
+    def test_what_the_packaged_tiles_serve(self, target):
+        """Every group of up to 16 at every page size, and the wide groups where the tile splits them evenly."""
+        policy = Case(target=target).policy()
+        for head_dim in (64, 80, 96, 112, 128, 192, 256):
+            for page_size in (8, 16, 32, 64, 128, 256):
+                for group in (*range(1, 17), 32, 64, 128):
+                    plan = Case((group, 1), head_dim, page_size=page_size, target=target).plan(policy)
+                    assert plan.mosaic_tile.smem_bytes(plan.stages) <= 227 * 1024
+
+    def test_a_tile_that_does_not_fit_is_refused_with_both_numbers(self):
+        plan = Case().plan()
+        needed = plan.mosaic_tile.smem_bytes(7)
+        assert needed > 227 * 1024
+        with pytest.raises(
+            ValueError, match=rf"stages=7 of step_kv=64 tokens need {needed} bytes.*h200 has {227 * 1024} a CTA"
+        ):
+            dataclasses.replace(plan, stages=7)
+        with pytest.raises(ValueError, match="bytes of shared memory at head_dim=128, head_dim_v=256"):
+            Case(head_dim_v=256).plan()
+
+    def test_the_limit_is_the_targets(self):
+        plan = Case().plan()
+        needed = plan.mosaic_tile.smem_bytes(plan.stages)
+
+        def on(kib):
+            target = dataclasses.replace(sk.load_target("h200"), smem_per_cta_kib=kib)
+            return Case().plan(dataclasses.replace(plan.policy, target=target))
+
+        assert on(-(-needed // 1024)) == plan
+        assert on(None) == plan
+        with pytest.raises(ValueError, match=f"need {needed} bytes"):
+            on(-(-needed // 1024) - 1)
+
+
+def with_tile(policy, **changes):
+    """The policy with one tile of these tests', whatever the packaged ones are tuned to."""
+    tile = sk.Tile(**{"heads_per_cta": 64, "block_kv": 16, "step_kv": 64, "stages": 3} | changes)
+    return dataclasses.replace(policy, tiles=(tile,))
+
+
+def refusal(make):
+    try:
+        make()
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+class TestPlansThatAreRefused:
+    @pytest.mark.parametrize(
+        ("shape", "match"),
+        [
+            ({"q_dtype": "float32", "kv_dtype": "float32"}, "q_dtype=float32, kv_dtype=float32: .*bfloat16 or float16"),
+            ({"q_dtype": "float32"}, "q_dtype=float32, kv_dtype=bfloat16: .*for both"),
+            ({"q_dtype": "float16"}, "q_dtype=float16, kv_dtype=bfloat16: .*for both"),
+            *[({"head_dim": n}, f"head_dim={n}: .*serves 64, 80, 96, 112, 128, 192, 256;") for n in (48, 72, 160, 320)],
+            *[({"head_dim_v": n}, f"head_dim_v={n}: .*serves 64, 80, 96, 112, 128, 192, 256;") for n in (72, 512)],
+            *[({"page_size": n}, f"page_size={n}: .*serves multiples of 8;") for n in (1, 2, 4, 5, 12, 36)],
+            ({"num_q_heads": 65, "num_kv_heads": 1}, "group=65 in CTAs of heads_per_cta=64: .*equal parts"),
+            ({"num_q_heads": 131, "num_kv_heads": 1}, "group=131 in CTAs of heads_per_cta=64: .*equal parts"),
+        ],
+        ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else "",
+    )
+    def test_shapes(self, shape, match):
+        with pytest.raises(NotImplementedError, match=rf"^{match}.*SPLITK_JAX_KERNEL=reference"):
+            Case().plan(with_tile(Case().policy()), **shape)
+        assert Case().plan(with_tile(Case().policy(backend="reference")), **shape).backend == "reference"
+
+    @pytest.mark.parametrize("name", ["a100", "b200", "rtx_pro_6000", "mi300x", "cpu"])
+    def test_another_architecture(self, name):
+        policy = sk.load_policy(name, environ={"SPLITK_JAX_KERNEL": "mosaic"}, ahead_of_time=True)
+        with pytest.raises(NotImplementedError, match=rf"^target {name} \({policy.target.arch}\): .*serves sm_90"):
+            Case().plan(policy)
+
+    @pytest.mark.parametrize(
+        ("tile", "error", "match"),
+        [
+            ({"stages": None}, ValueError, "stages=None: .*state it in the tile row"),
+            ({"step_kv": 96}, ValueError, "step_kv=96 must be a multiple of 64"),
+            ({"step_kv": 32}, ValueError, "step_kv=32 must be a multiple of 64"),
+            ({"block_kv": 4}, ValueError, "block_kv=4 must be a multiple of 8"),
+            (
+                {"heads_per_cta": 128},
+                NotImplementedError,
+                "group=128 in CTAs of heads_per_cta=128: .*at most 64 heads",
+            ),
+        ],
+        ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else "",
+    )
+    def test_tiles(self, tile, error, match):
+        with pytest.raises(error, match=match):
+            Case((128, 1)).plan(with_tile(Case().policy(), **tile))
+
+    def test_other_head_dims_are_served_or_refused_before_compilation(self):
+        for head_dim, head_dim_v in itertools.product(MOSAIC_HEAD_DIMS, MOSAIC_HEAD_DIMS):
+            refused = refusal(Case(head_dim=head_dim, head_dim_v=head_dim_v).plan)
+            assert refused == "" or f"shared memory at head_dim={head_dim}, head_dim_v={head_dim_v}" in refused
+
+
+class Device:
+    """A device as far as the checks look at it."""
+
+    platform, core_count = "gpu", 132
+
+    def __init__(self, device_kind, compute_capability):
+        self.device_kind, self.compute_capability = device_kind, compute_capability
+
+
+class TestCallsThatAreRefused:
+    """A plan for this machine, not ahead of time, as a user's would be."""
+
+    case = random_paged([40, 0, 17], num_q_heads=4, num_kv_heads=2, dtype="bfloat16")
+
+    def plan(self, **overrides):
+        return Case((4, 2), 64).plan(Case((4, 2), 64).policy(ahead_of_time=False, **overrides))
+
+    @pytest.fixture(autouse=True)
+    def _a_jax_that_serves(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, MOSAIC_JAX))
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"window": 10}, "window=10: "),
+            ({"softcap": 3.0}, "softcap=3.0: "),
+            ({"sinks": np.zeros(4, np.float32)}, "sinks=an array: "),
+        ],
+        ids=["window", "softcap", "sinks"],
+    )
+    def test_options(self, options, match):
+        with pytest.raises(NotImplementedError, match=f"^{match}.*one query token.*backend='reference'"):
+            self.case.decode(self.plan(), **options)
+        assert_close(self.case.decode(self.plan(backend="reference"), **options), self.case.dense(**options))
+
+    def test_two_query_tokens(self):
+        case = self.case.replace(q=np.repeat(self.case.q[:, None], 2, axis=1))
+        with pytest.raises(NotImplementedError, match=r"^q_len=2: .*one query token.*SPLITK_JAX_KERNEL=reference"):
+            case.decode(self.plan())
+        assert_close(case.decode(self.plan(backend="reference")), case.dense())
+
+    @pytest.mark.parametrize("version", [(0, 10, 2), (0, 10, 99)])
+    def test_an_older_jax(self, version, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        with pytest.raises(NotImplementedError, match=r"the mosaic backend needs JAX 0\.11 or newer.*reference"):
+            self.case.decode(self.plan())
+        assert_close(self.case.decode(self.plan(backend="reference")), self.case.dense())
+
+    @pytest.mark.parametrize(
+        "device",
+        [Device("cpu", None), Device("NVIDIA A100-SXM4-80GB", "8.0"), Device("NVIDIA B200", "10.0")],
+        ids=lambda device: device.device_kind,
+    )
+    def test_another_device(self, device, monkeypatch):
+        monkeypatch.setattr(jax, "devices", lambda *args: [device])
+        with pytest.raises(
+            NotImplementedError, match=f"^device '{device.device_kind}': .*sm_90 GPU.*reference.*ahead_of_time=True"
+        ):
+            sk.paged_decode_attention(*map(jnp.asarray, self.case.arrays), plan=self.plan())
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this process has a GPU")
+    @pytest.mark.parametrize("choice", [{"environ": {"SPLITK_JAX_KERNEL": "reference"}}, {"backend": "reference"}])
+    def test_the_other_backend_serves_the_same_call_here(self, choice):
+        with pytest.raises(NotImplementedError, match="mosaic backend needs an sm_90 GPU"):
+            self.case.decode(self.plan())
+        plan = Case((4, 2), 64).plan(sk.load_policy("h200", **({"environ": {}} | choice)))
+        assert plan.backend == "reference"
+        assert_close(self.case.decode(plan), self.case.dense())
+
+
+# Launches of one team and of more teams than splits; more rows than teams; outputs that the split kernel cannot write.
+SCHEDULES = {
+    "llama": Case(),
+    "llama-auto-page256": Case(splits="auto", page_size=256),
+    "llama-long": Case(longest=131072, splits=64),
+    "group1-few-teams": Case((64, 64), 64),
+    "one-team": Case(launch_ctas=1),
+    "one-cta-a-team": Case((4, 1), 64, launch_ctas=7),
+    "as-many-teams-as-sms": Case((8, 1), page_size=64),
+    "far-more-teams-than-splits": Case((8, 1), launch_ctas=4000, splits=5),
+    "more-ctas-than-sms": Case((300, 300), 64),
+    "dv80": Case((6, 2), 80, page_size=8),
+    "page24": Case((10, 10), 64, page_size=24),
+    "dv80-few-teams": Case((40, 20), 80),
+    "dv80-one-split": Case((8, 8), 80, splits="off", launch_ctas=24),
+    "one-split": Case(splits="off"),
+    "legacy": Case((4, 1), splits="legacy"),
+    "adaptive": Case(splits="adaptive"),
+    "fixed-size": Case(splits="fixed_size", page_size=32),
+    "fixed-size-beyond-the-plan": Case((2, 1), splits="fixed_size"),
+}
+BATCHES = (1, 2, 3, 17, 64, 200)
+REPLAYED = [
+    pytest.param(dataclasses.replace(case, batch=batch), id=f"{name}-b{batch}")
+    for name, case in SCHEDULES.items()
+    for batch in BATCHES
+]
+
+
+def draw_lengths(case, capacity, rng):
+    """Ragged lengths: even in their logarithm, some at edges, some empty and some that cannot be served."""
+    kind = rng.choice(5, case.batch, p=[0.6, 0.15, 0.15, 0.05, 0.05]) if rng.random() < 0.8 else np.zeros(case.batch)
+    spread = np.exp(rng.uniform(0, np.log(capacity), case.batch)).astype(int)
+    edges = rng.choice([1, case.page_size, case.page_size + 1, capacity - 1, capacity], case.batch)
+    bad = rng.choice([-1, -(2**31), capacity + 1, 2**31 - 1], case.batch)
+    return np.select([kind == 1, kind == 2, kind == 3], [edges, 0, bad], spread).astype(np.int32)
+
+
+class Replay:
+    """What the kernels do with a schedule, on the host: who computes which split, and what becomes of it."""
+
+    def __init__(self, plan, schedule):
+        rows, work, self.merge = (np.asarray(x) for x in schedule)
+        self.rows = [Row(*record[: len(Row._fields)]) for record in rows.tolist()]
+        self.merge = [Merge(*record[: len(Merge._fields)]) for record in self.merge.tolist()]
+        self.work = [Work(*record[:WORK_ROW]) for record in work.tolist()]
+        self.begins_in = [Row(*record[WORK_ROW:WORK_PAGES]) for record in work.tolist()]
+        self.pages = work[:, WORK_PAGES:].reshape(len(work), plan.stages, plan.mosaic_tile.copies)
+        self.teams = []  # the (row, split) of each team
+        self.partials = {}  # (slot, index) -> (row, first split, past the last)
+        self.finished = collections.Counter()
+        for team in self.work:
+            self.teams.append(list(self.split_kernel(plan, team)))
+        self.combine_kernel(plan)
+
+    def bounds(self, row, split):
+        """Tokens [low, high) of a split."""
+        rec = self.rows[row]
+        edge = rec.origin + (rec.first + split) * rec.span
+        return max(rec.start, edge), min(edge + rec.span, rec.tokens)
+
+    def write(self, plan, slot, index, covered):
+        assert 0 <= slot < len(self.merge)
+        assert 0 <= index < plan.num_splits
+        assert (slot, index) not in self.partials, "two writers of one place"
+        self.partials[slot, index] = covered
+
+    def split_kernel(self, plan, team):
+        row, split, whole = team.row, team.split, False
+        for u in range(team.count):
+            yield row, split
+            whole |= split == 0
+            ends, last = split == self.rows[row].splits - 1, u == team.count - 1
+            if not whole:
+                self.write(plan, team.slot, split, (row, split, split + 1))
+            elif plan.mosaic_tile.direct and ends:
+                self.finished[row] += 1
+            elif ends or last:
+                slot = team.last_slot if plan.mosaic_tile.direct else row
+                self.write(plan, slot, 0, (row, 0, split + 1))
+            whole &= not ends
+            row, split = (row + 1, 0) if ends else (row, split + 1)
+
+    def combine_kernel(self, plan):
+        for slot, item in enumerate(self.merge):
+            if item.prefix == 0:
+                continue
+            assert item.splits == self.rows[item.row].splits
+            parts = [self.partials.pop((slot, s)) for s in (0, *range(item.prefix, item.splits))]
+            singles = [(item.row, s, s + 1) for s in range(item.prefix, item.splits)]
+            assert parts == [(item.row, 0, item.prefix), *singles]
+            self.finished[item.row] += 1
+
+    def cost(self, row, plan):
+        """What the schedule takes a split of a row to cost, in steps."""
+        return min(self.rows[row].span, self.rows[row].tokens) / plan.step_kv + SPLIT_OVERHEAD
+
+
+class TestSchedule:
+    """Under the promotion rules of conftest.py, so that no rank or dtype is promoted in it."""
+
+    @pytest.mark.parametrize("case", REPLAYED)
+    def test_replay(self, case):
+        plan, rng = case.plan(), np.random.default_rng(case.batch)
+        # A table wider than the plan's tree holds, where its rule bounds that.
+        width = case.width + 3
+        capacity = min(width * plan.page_size, plan.max_tokens)
+        make = jax.jit(functools.partial(make_schedule, plan=plan, window=None))
+        for _ in range(6):
+            lengths = draw_lengths(case, capacity, rng)
+            tables = rng.integers(-(2**31), 2**31, (case.batch, width), dtype=np.int32)
+            schedule = make(lengths, tables)
+            assert {x.dtype.name for x in schedule} == {"int32"}
+            replay = Replay(plan, schedule)
+
+            # Rows are the plan's tree.
+            for row, length in zip(replay.rows, lengths.tolist(), strict=True):
+                served = 0 <= length <= capacity
+                assert (row.tokens, row.poison) == ((length, 0) if served else (0, 1))
+            for i, row in enumerate(replay.rows):
+                expected = [b for b in plan.split_bounds(row.tokens) if b != (0, 0)]
+                assert [replay.bounds(i, s) for s in range(row.splits)] == (expected or [(0, 0)])
+
+            # Every split once, in order; every row written once, from partials that are its own.
+            assert len(replay.teams) == plan.launch_teams
+            in_order = [(i, s) for i, row in enumerate(replay.rows) for s in range(row.splits)]
+            assert list(itertools.chain(*replay.teams)) == in_order
+            assert replay.finished == dict.fromkeys(range(case.batch), 1)
+            assert not replay.partials, "a partial that nothing merges"
+            slots = min(case.batch, plan.launch_teams) if plan.mosaic_tile.direct else case.batch
+            assert len(replay.merge) == slots
+
+            # What a team's first copies read, without the table.
+            for team, work in enumerate(replay.work):
+                if not work.count:
+                    continue
+                assert replay.begins_in[team] == replay.rows[work.row]
+                low, high = replay.bounds(work.row, work.split)
+                for i in range(min(plan.stages, -(-(high - low) // plan.step_kv))):
+                    tokens = low + i * plan.step_kv + np.arange(plan.mosaic_tile.copies) * plan.mosaic_tile.copy_rows
+                    logical = np.minimum(tokens, high - 1) // plan.page_size
+                    assert (replay.pages[team, i] == tables[work.row, logical]).all()
+
+            # No team has more than its share by more than a split, beside what keeps rows whole.
+            costs = [sum(replay.cost(row, plan) for row, _ in team) for team in replay.teams]
+            largest = max(replay.cost(row, plan) for row in range(case.batch))
+            assert max(costs) <= np.mean(costs) * (1 + ALIGNED) + largest
+
+    def test_the_replayed_plans_are_what_they_say(self):
+        plans = {name: case.plan() for name, case in SCHEDULES.items()}
+        assert {plan.policy.rule for plan in plans.values()} == {
+            "auto", "balanced", "legacy", "adaptive", "fixed_size", "pinned"
+        }  # fmt: skip
+        teams = {name: plan.launch_teams for name, plan in plans.items()}
+        assert teams["one-team"] == teams["more-ctas-than-sms"] == 1
+        assert teams["group1-few-teams"] == 2
+        assert teams["as-many-teams-as-sms"] == 132
+        assert teams["far-more-teams-than-splits"] == 4000
+        assert {plan.mosaic_tile.direct for plan in plans.values()} == {True, False}
+
+    @pytest.mark.parametrize("launch_ctas", [1, 8, 16, 40, 132, 4000])
+    def test_a_launch_moves_no_tree(self, launch_ctas):
+        plan, rng = Case().plan(), np.random.default_rng(0)
+        lengths = draw_lengths(Case(batch=17), 4096, rng)
+        tables = rng.integers(0, 9, (17, 256), dtype=np.int32)
+        expected = make_schedule(lengths, tables, plan=plan, window=None).rows
+        other = dataclasses.replace(plan, launch_ctas=launch_ctas)
+        assert (make_schedule(lengths, tables, plan=other, window=None).rows == expected).all()
+        assert other.fingerprint() == plan.fingerprint()
+
+    def test_a_last_team_without_work_merges_nothing(self):
+        """It begins past the last row, which another team has written: a merge would put scratch over its output."""
+        lengths = np.array([199, 9, 1, 1, 866, 1982, 155, 431, 91, 2386, 885, 1, 1250, 1, 432, 4, 1312], np.int32)
+        plan = Case(splits="off").plan()
+        assert plan.launch_teams < len(lengths)
+        replay = Replay(plan, make_schedule(lengths, np.zeros((17, 256), np.int32), plan=plan, window=None))
+        assert replay.teams[-1] == []
+        assert replay.finished == dict.fromkeys(range(17), 1)
+
+    def test_whole_rows_are_merged_by_nobody(self):
+        """As many equal rows as teams: each is written by the CTAs that computed it."""
+        plan = Case((64, 8), splits="off").plan()
+        lengths = np.full(plan.launch_teams, 300, np.int32)
+        tables = np.zeros((len(lengths), 256), np.int32)
+        merge = make_schedule(lengths, tables, plan=plan, window=None).merge
+        assert not np.asarray(merge)[:, Merge._fields.index("prefix")].any()
