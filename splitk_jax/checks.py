@@ -256,8 +256,10 @@ def require_served_by_mosaic(
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))
         raise NotImplementedError(f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {instead}")
+    if plan.policy.ahead_of_time:
+        return
     device = jax.devices()[0]
-    if not plan.policy.ahead_of_time and getattr(device, "compute_capability", None) != "9.0":
+    if getattr(device, "compute_capability", None) != "9.0":
         raise NotImplementedError(
             f"device {device.device_kind!r}: the mosaic backend needs an sm_90 GPU as JAX's first device; {instead}, or"
             " say load_policy(..., ahead_of_time=True) to lower for another machine"
