@@ -39,7 +39,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ import numpy as np
 from splitk_jax import peers, report
 from splitk_jax.attention import paged_decode_attention
 from splitk_jax.peers import Decode, installed
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import DecodePlan, versions
 from splitk_jax.policy import Policy, ceil_div, load_policy
 from splitk_jax.shapes import SUITES, Cell
 
@@ -218,6 +217,11 @@ class Row:
         """Its queued time over another time in microseconds."""
         us = self.us(system)
         return None if us is None or other is None else us / other
+
+    def tb_per_s(self, system: str) -> float | None:
+        """KV that it reads a second, in TB."""
+        us = self.us(system)
+        return None if us is None else self.cell.kv_bytes / us / 1e6
 
     def best(self, systems: Iterable[str]) -> str | None:
         """The fastest of some systems; None when none has a time."""
@@ -401,9 +405,7 @@ def check_way(way: Way, inputs: Inputs) -> None:
     except Exception as e:  # noqa: BLE001 - as above
         way.failure = _failed(e)
         return
-    if not way.error <= TOLERANCE:
-        reason = f"relative error {way.error:.2g}, above {TOLERANCE:g}"
-        way.failure = Result(status="wrong", reason=reason, error=way.error)
+    way.failure = _wrong(way.error)
 
 
 def time_ways(ways: list[Way], inputs: Inputs, repeats: int) -> None:
@@ -441,6 +443,13 @@ def kernel_times(way: Way, inputs: Inputs) -> dict[str, float] | None:
 def total(kernels: dict[str, float] | None) -> float | None:
     """Microseconds of all kernels."""
     return None if kernels is None else sum(kernels.values())
+
+
+def _wrong(error: float) -> Result | None:
+    """The result of a system that is too far off; None for one that is right."""
+    if error <= TOLERANCE:
+        return None
+    return Result(status="wrong", reason=f"relative error {error:.2g}, above {TOLERANCE:g}", error=error)
 
 
 def _failed(e: Exception) -> Result:
@@ -709,10 +718,7 @@ def flashinfer_result(answer: dict[str, Any]) -> Result:
     """What FlashInfer's process answered, as a result."""
     if "reason" in answer:
         return Result(status="failed", reason=answer["reason"])
-    error = answer["error"]
-    if not error <= TOLERANCE:
-        return Result(status="wrong", reason=f"relative error {error:.2g}, above {TOLERANCE:g}", error=error)
-    return Result(status="ok", error=error, queued_us=answer["queued_us"], kernel_us=answer["kernel_us"])
+    return _wrong(answer["error"]) or Result(status="ok", **answer)
 
 
 def document(run: Run) -> dict[str, Any]:
@@ -722,9 +728,8 @@ def document(run: Run) -> dict[str, Any]:
         cell, plan = row.cell, row.plan
         results = {}
         for name, result in row.results.items():
-            us = result.queued_us
             results[name] = asdict(result) | {
-                "tb_per_s": None if us is None else cell.kv_bytes / us / 1e6,
+                "tb_per_s": row.tb_per_s(name),
                 "over_floor": row.over(name, row.floor.queued_us),
                 "over_ours": row.over(name, row.us(OURS)),
             }
@@ -758,7 +763,7 @@ def document(run: Run) -> dict[str, Any]:
         "calls": CALLS,
         "repeats": run.options.repeats,
         "tolerance": TOLERANCE,
-        "versions": {name: metadata.version(name) for name in ("splitk_jax", "jax", "jaxlib")},
+        "versions": versions(),
         "peers": run.peers,
         "cells": cells,
     }
@@ -807,10 +812,9 @@ def line(run: Run, row: Row) -> str:
 def head(run: Run) -> str:
     """What runs, and on what."""
     target = run.policy.target
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("splitk_jax", "jax", "jaxlib"))
     rows = [
         ("device", run.device.device_kind),
-        ("versions", versions),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
         ("target", "-" if target is None else f"{target.name} ({target.source})"),
         ("policy", f"{run.policy.rule}, backend {run.policy.backend}"),
         ("suite", f"{run.options.suite}, {len(run.options.cells)} cells"),
@@ -873,7 +877,7 @@ def _own_rows(run: Run) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
                 number(row.floor.queued_us),
                 "skipped" if row.skipped else "-" if result is None else result.status if us is None else number(us),
                 number(None if result is None else result.kernel_us),
-                number(None if us is None else cell.kv_bytes / us / 1e6),
+                number(row.tb_per_s(OURS)),
                 ratio(row.over(OURS, row.floor.queued_us)),
                 best,
                 ratio(None if best is None else row.over(best, us)),
@@ -988,7 +992,7 @@ def plot(run: Run, path: str) -> None:
     axes.set_ylabel("queued time over the read floor" if floors else "queued time, us a layer")
     if floors:
         axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_title(f"{run.options.suite}, {run.device.device_kind}, JAX {metadata.version('jax')}")
+    axes.set_title(f"{run.options.suite}, {run.device.device_kind}, JAX {jax.__version__}")
     if axes.get_legend_handles_labels()[1]:
         axes.legend()
     figure.savefig(path, dpi=130)

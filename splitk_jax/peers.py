@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -71,12 +71,16 @@ class Peer:
 
     def version(self) -> str | None:
         """The installed version; None when none of its packages is installed."""
-        for distribution in self.distributions:
-            try:
-                return f"{distribution} {metadata.version(distribution)}"
-            except metadata.PackageNotFoundError:
-                continue
-        return None
+        return next(versions(self.distributions), None)
+
+
+def versions(distributions: Iterable[str]) -> Iterator[str]:
+    """Name and version of each of some packages that is installed."""
+    for distribution in distributions:
+        try:
+            yield f"{distribution} {metadata.version(distribution)}"
+        except metadata.PackageNotFoundError:
+            continue
 
 
 def installed(module: str) -> bool:
@@ -183,28 +187,28 @@ def _stock(cell: Cell, num_pages: int) -> dict[str, Decode]:
     return {f"{k_splits} splits, {block_pages} pages a block": decode}
 
 
+def gather_softmax(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
+) -> jax.Array:
+    """What one writes without a library: gather every page, one product each way, accumulating in float32."""
+    batch, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[2]
+    k = k_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
+    v = v_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
+    q = q.reshape(batch, num_kv_heads, -1, head_dim)
+    logits = jnp.einsum("bhgd,bthd->bhgt", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    live = jnp.arange(logits.shape[-1])[None, :] < seq_lens[:, None]
+    p = jax.nn.softmax(jnp.where(live[:, None, None, :], logits, -jnp.inf), axis=-1)
+    out = jnp.einsum("bhgt,bthd->bhgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, num_q_heads, head_dim).astype(k.dtype)
+
+
 def _gather(cell: Cell, num_pages: int) -> dict[str, Decode]:
-    """What one writes without a library: gather every page, one product each way, left to XLA."""
     del num_pages
     copied = cell.batch * cell.width * cell.page_bytes
     if copied > GATHER_BYTES:
         raise Unserved(f"would gather {copied / 1e9:.1f} GB; the bound is {GATHER_BYTES / 1e9:g} GB")
-
-    def decode(
-        q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
-    ) -> jax.Array:
-        batch, num_q_heads, head_dim = q.shape
-        num_kv_heads = k_pages.shape[2]
-        k = k_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
-        v = v_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
-        q = q.reshape(batch, num_kv_heads, -1, head_dim)
-        logits = jnp.einsum("bhgd,bthd->bhgt", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-        live = jnp.arange(logits.shape[-1])[None, :] < seq_lens[:, None]
-        p = jax.nn.softmax(jnp.where(live[:, None, None, :], logits, -jnp.inf), axis=-1)
-        out = jnp.einsum("bhgt,bthd->bhgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return out.reshape(batch, num_q_heads, head_dim).astype(k.dtype)
-
-    return {"": decode}
+    return {"": gather_softmax}
 
 
 IN_PROCESS = (
@@ -274,13 +278,7 @@ class FlashInfer:
     @staticmethod
     def version() -> str | None:
         """The installed versions of FlashInfer and torch."""
-        found = []
-        for distribution in ("flashinfer-python", "torch"):
-            try:
-                found.append(f"{distribution} {metadata.version(distribution)}")
-            except metadata.PackageNotFoundError:
-                continue
-        return ", ".join(found) or None
+        return ", ".join(versions(("flashinfer-python", "torch"))) or None
 
     def start(self) -> None:
         """Starts the process and its compilations; returns at once."""

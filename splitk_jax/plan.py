@@ -255,6 +255,13 @@ class DecodePlan:
         """Teams of `ctas` CTAs in a launch of the mosaic backend, as many as `launch_ctas` holds; at least one."""
         return max(self.launch_ctas // self.ctas, 1)
 
+    def scratch_slots(self, batch: int) -> int:
+        """Rows whose partials the mosaic backend has room for.
+
+        A slot a row, or a team where there are more rows: at most so many are shared.
+        """
+        return min(batch, self.launch_teams) if self.mosaic_tile.direct else batch
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that the tree can hold; longer rows come out NaN."""
@@ -271,10 +278,8 @@ class DecodePlan:
     def workspace_bytes(self) -> int:
         """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
         if self.backend == "mosaic":
-            # A slot a row, or a team where there are more rows.
-            tile = self.mosaic_tile
-            rows = min(self.row_capacity, self.launch_teams) if tile.direct else self.row_capacity
-            return rows * self.ctas * self.num_splits * tile.cols * (tile.lanes + 2) * 4
+            tile, slots = self.mosaic_tile, self.scratch_slots(self.row_capacity)
+            return slots * self.ctas * self.num_splits * tile.cols * (tile.lanes + 2) * 4
         slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
         return slots * (self.head_dim_v + 2) * 4
 
@@ -362,7 +367,7 @@ class DecodePlan:
             "tree_version": TREE_VERSION,
             "sm_count": self.policy.sm_count,
             "hardware": None if target is None else (target.hardware_name, target.arch),
-            "versions": {name: metadata.version(name) for name in ("splitk_jax", "jax", "jaxlib")},
+            "versions": versions(),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -440,7 +445,7 @@ class DecodePlan:
             f" {self.heads_per_cta} heads a CTA), at one split",
             f"batch-invariant  {invariant}",
             f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
-            *self._launch_lines(),
+            *self._launch_lines(facts["launch"]),
             f"workspace        {report.si_bytes(self.workspace_bytes)} of float32 partials",
             f"fingerprint      {facts['fingerprint']}",
             "",
@@ -479,13 +484,13 @@ class DecodePlan:
 
     def _launch(self) -> dict[str, int] | None:
         """What the mosaic backend launches at every batch; None for a backend without a launch of its own."""
-        if self.backend != "mosaic" or self.stages is None:
+        if self.backend != "mosaic":
             return None
+        assert self.stages is not None  # a plan of this backend has them
         teams = self.launch_teams
         return {"teams": teams, "ctas": teams * self.ctas, "smem_bytes": self.mosaic_tile.smem_bytes(self.stages)}
 
-    def _launch_lines(self) -> list[str]:
-        launch = self._launch()
+    def _launch_lines(self, launch: dict[str, int] | None) -> list[str]:
         if launch is None:
             return []
         return [
@@ -515,6 +520,11 @@ class DecodePlan:
         if policy.rule == "fixed_size":
             return f"ceil({self.max_seq_len} tokens / {self.split_size} a split)"
         return f"clamp({policy.splits} pinned, 1, {ceiling})"
+
+
+def versions() -> dict[str, str]:
+    """The installed versions that bits may move with."""
+    return {name: metadata.version(name) for name in ("splitk_jax", "jax", "jaxlib")}
 
 
 def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:

@@ -107,17 +107,22 @@ def one_long(model: str, page_size: int = 16, *, seed: int = 0) -> Cell:
     return Cell(model=model, seq_lens=tuple(short), page_size=page_size, context="128k+63")
 
 
+TARGETS = (
+    equal("llama3-8b", 1, 1 * K),
+    equal("llama3-8b", 1, 8 * K),
+    equal("qwen3-d256", 1, 4864),
+    equal("llama3-8b", 1, 128 * K),
+    equal("llama3-8b", 16, 8 * K, 64),
+    equal("llama3-8b", 64, 2 * K),
+    one_long("llama3-8b"),
+)
+"""The shapes that the speed targets are stated for."""
+
 SUITES = {
     # Every model; contexts 1k to 128k; batches 1 to 128; equal and ragged lengths; pages of 16 and 64 tokens.
     # In an order that has something of everything early, for a run that is cut short.
     "decode": (
-        equal("llama3-8b", 1, 1 * K),
-        equal("llama3-8b", 1, 8 * K),
-        equal("qwen3-d256", 1, 4864),
-        equal("llama3-8b", 1, 128 * K),
-        equal("llama3-8b", 16, 8 * K, 64),
-        equal("llama3-8b", 64, 2 * K),
-        one_long("llama3-8b"),
+        *TARGETS,
         log_uniform("llama3-8b", 32, 512, 16 * K),
         equal("llama3-70b", 16, 4 * K),
         equal("mha", 16, 2 * K, 64),
@@ -140,16 +145,7 @@ SUITES = {
         log_uniform("mha", 8, 512, 16 * K),
         equal("mqa", 16, 64 * K, 64),
     ),
-    # The shapes that the speed targets are stated for.
-    "targets": (
-        equal("llama3-8b", 1, 1 * K),
-        equal("llama3-8b", 1, 8 * K),
-        equal("qwen3-d256", 1, 4864),
-        equal("llama3-8b", 1, 128 * K),
-        equal("llama3-8b", 16, 8 * K, 64),
-        equal("llama3-8b", 64, 2 * K),
-        one_long("llama3-8b"),
-    ),
+    "targets": TARGETS,
     # What one fixed tree costs against the best split count of each shape.
     "invariance": (
         *(equal("llama3-8b", batch, n * K) for batch in (1, 4, 16, 64) for n in (1, 8, 32, 128)),

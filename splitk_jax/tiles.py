@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from splitk_jax.policy import ceil_div
+
 WARPGROUP = 128
 """Threads."""
 
@@ -23,7 +25,7 @@ SMEM_ALIGNMENT = 1024
 
 
 def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
+    return ceil_div(x, multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

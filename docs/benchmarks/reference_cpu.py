@@ -15,24 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import splitk_jax as sk
+from splitk_jax import peers
 
 BATCH, CONTEXT, PAGE_SIZE = 4, 2048, 16
 SHAPES = [(32, 8, 128), (32, 4, 128), (32, 1, 128), (8, 8, 128), (24, 4, 256), (9, 3, 64)]
 
-
-@jax.jit
-def gather_softmax(q, k_pages, v_pages, block_tables, seq_lens):
-    """What one writes without a library: gather every page, one einsum each way, accumulating in float32."""
-    batch, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[2]
-    k = k_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
-    v = v_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
-    q = q.reshape(batch, num_kv_heads, -1, head_dim)
-    logits = jnp.einsum("bhgd,bthd->bhgt", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    live = jnp.arange(logits.shape[-1]) < seq_lens[:, None, None, None]
-    p = jax.nn.softmax(jnp.where(live, logits, -jnp.inf), axis=-1)
-    out = jnp.einsum("bhgt,bthd->bhgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return out.reshape(batch, num_q_heads, -1).astype(k.dtype)
+gather_softmax = jax.jit(peers.gather_softmax)
 
 
 def milliseconds(f, calls=10):

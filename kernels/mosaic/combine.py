@@ -110,8 +110,7 @@ def combine(
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(schedule.merge, *partials, out_ref, lse_ref)
         out, lse = jax.freeze(out_ref), jax.freeze(lse_ref)
-    heads = np.arange(plan.num_q_heads)
-    block, n = heads // tile.heads, heads % tile.heads
-    start = np.minimum(heads - n, max(plan.num_q_heads - tile.cols, 0))
-    lse = lse.reshape(batch, -1)[:, block * tile.cols + heads - start]
+    head = np.arange(plan.num_q_heads)
+    block = head // tile.heads
+    lse = lse.reshape(batch, -1)[:, block * tile.cols + head - first_row(plan, block, xp=np)]
     return out[:, None], lse[:, None]

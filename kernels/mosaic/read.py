@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from splitk_jax.policy import ceil_div
+
 LANES = 256
 """Elements of one row of a chunk: the widest TMA box without a swizzle."""
 
@@ -47,7 +49,7 @@ LAUNCHES = (
 
 def chunks(size: int, launch: Launch) -> int:
     """Chunks that hold `size` elements, the last one perhaps in part."""
-    return -(-size // (launch.rows * LANES))
+    return ceil_div(size, launch.rows * LANES)
 
 
 def read(k: jax.Array, v: jax.Array, sums: jax.Array, *, size: int, launch: Launch, ctas: int) -> jax.Array:

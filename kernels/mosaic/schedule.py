@@ -151,8 +151,7 @@ def make_schedule(
 
     row = jnp.minimum(jnp.sum(splits_end[None, :] <= begin[:, None], axis=1), batch - 1).astype(jnp.int32)
     split = begin - splits_begin[row]
-    # A slot a row, or a team where there are more rows: at most so many are shared.
-    if batch <= teams or not tile.direct:
+    if plan.scratch_slots(batch) == batch:
         slot, last_slot = row, jnp.append(row[1:], 0)
         inside = (begin[None, :] > splits_begin[:, None]) & (begin[None, :] < splits_end[:, None])
         prefix = jnp.min(jnp.where(inside, begin[None, :] - splits_begin[:, None], splits[:, None]), axis=1)

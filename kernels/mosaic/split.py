@@ -51,10 +51,10 @@ class Launched(NamedTuple):
     schedule: Schedule
 
 
-def first_row(plan: DecodePlan, block: Any) -> Any:
+def first_row(plan: DecodePlan, block: Any, *, xp: Any = jnp) -> Any:
     """The query head in column 0 of a block's products: its first, or earlier where whole octets end beyond q."""
     tile = plan.mosaic_tile
-    return jnp.minimum(block * tile.heads, max(plan.num_q_heads - tile.cols, 0))
+    return xp.minimum(block * tile.heads, max(plan.num_q_heads - tile.cols, 0))
 
 
 def split(
