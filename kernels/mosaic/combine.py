@@ -109,7 +109,9 @@ def combine(
             grid_names=("head", "block", "slot"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(schedule.merge, *partials, out_ref, lse_ref)
-        out, lse = jax.freeze(out_ref), jax.freeze(lse_ref)
+        # Without the barrier XLA lets a call whose result goes into a slice, as a scan's stacked output does, write to
+        # that slice, although this one writes to its operand: the slice is then never written (JAX 0.11.2).
+        out, lse = lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))
     head = np.arange(plan.num_q_heads)
     block = head // tile.heads
     lse = lse.reshape(batch, -1)[:, block * tile.cols + head - first_row(plan, block, xp=np)]
