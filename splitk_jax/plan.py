@@ -6,6 +6,7 @@ page ids or the pool's size. That is the domain of the invariance guarantee.
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field, fields
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from splitk_jax import report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
-from splitk_jax.target import BACKENDS, KV_DTYPES, whole_number
+from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
 from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, MosaicTile
 
 TREE_VERSION = 1
@@ -87,7 +88,9 @@ class DecodePlan:
       step_kv: tokens that are loaded and multiplied at once.
       stages: steps whose loads the mosaic backend has in flight; None where the tile states none.
       heads_per_cta: query heads of one KV head that one CTA packs.
-      ctas: CTAs that one sequence launches at one split, `num_kv_heads * ceil(group / heads_per_cta)`.
+      kv_heads_per_cta: KV heads that one CTA computes; more than 1 in the mosaic backend only.
+      ctas: CTAs that one sequence launches at one split,
+        `num_kv_heads / kv_heads_per_cta * ceil(group / heads_per_cta)`.
       backend: the kernels that serve it.
       launch_ctas: CTAs that the mosaic backend launches, whatever the batch. Who computes a split moves no bit, so this
         takes no part in the fingerprint.
@@ -110,6 +113,7 @@ class DecodePlan:
     step_kv: int
     stages: int | None
     heads_per_cta: int
+    kv_heads_per_cta: int
     ctas: int
     backend: str
     launch_ctas: int
@@ -190,7 +194,18 @@ class DecodePlan:
             raise ValueError(f"num_seqs={num_seqs} must be at most max_decode_seqs={max_decode_seqs}")
         q_dtype, kv_dtype = dtype_name("q_dtype", q_dtype), dtype_name("kv_dtype", kv_dtype)
         tile = policy.tile(head_dim, kv_dtype, page_size)
-        ctas = num_kv_heads * ceil_div(num_q_heads // num_kv_heads, tile.heads_per_cta)
+        kv_heads_per_cta, stages = _shared_cta(
+            tile,
+            group=num_q_heads // num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            page_size=page_size,
+            itemsize=_itemsize(kv_dtype),
+            target=policy.target,
+        )
+        blocks = ceil_div(num_q_heads // num_kv_heads, tile.heads_per_cta)
+        ctas = num_kv_heads // kv_heads_per_cta * blocks
         if policy.rule == "adaptive":
             row_capacity = num_seqs
         elif policy.rule == "legacy":
@@ -218,8 +233,9 @@ class DecodePlan:
             split_size=policy.split_size if policy.rule == "fixed_size" else None,
             block_kv=tile.block_kv,
             step_kv=tile.step_kv,
-            stages=tile.stages,
+            stages=stages,
             heads_per_cta=tile.heads_per_cta,
+            kv_heads_per_cta=kv_heads_per_cta,
             ctas=ctas,
             backend=policy.backend,
             launch_ctas=policy.sm_count,
@@ -242,6 +258,7 @@ class DecodePlan:
             group=self.group,
             heads=ceil_div(self.group, blocks),
             blocks=blocks,
+            kv_heads=self.kv_heads_per_cta,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             page_size=self.page_size,
@@ -279,7 +296,7 @@ class DecodePlan:
         """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
         if self.backend == "mosaic":
             tile, slots = self.mosaic_tile, self.scratch_slots(self.row_capacity)
-            return slots * self.ctas * self.num_splits * tile.cols * (tile.lanes + 2) * 4
+            return slots * self.num_kv_heads * tile.blocks * self.num_splits * tile.cols * (tile.lanes + 2) * 4
         slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
         return slots * (self.head_dim_v + 2) * 4
 
@@ -525,6 +542,42 @@ class DecodePlan:
 def versions() -> dict[str, str]:
     """The installed versions that bits may move with."""
     return {name: metadata.version(name) for name in ("splitk_jax", "jax", "jaxlib")}
+
+
+def _shared_cta(
+    row: Tile,
+    *,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    page_size: int,
+    itemsize: int,
+    target: Target | None,
+) -> tuple[int, int | None]:
+    """KV heads of one CTA, and its stages, of what a tile row allows."""
+    if row.stages is None:
+        return 1, None
+    blocks = ceil_div(group, row.heads_per_cta)
+    tile = MosaicTile(
+        group=group,
+        heads=ceil_div(group, blocks),
+        blocks=blocks,
+        kv_heads=1,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        page_size=page_size,
+        block_kv=row.block_kv,
+        step_kv=row.step_kv,
+        itemsize=itemsize,
+    )
+    kib = None if target is None else target.smem_per_cta_kib
+    tile, stages = tile.fitted(
+        kv_heads=math.gcd(num_kv_heads, row.kv_heads_per_cta) if blocks == 1 else 1,
+        stages=row.stages,
+        limit=None if kib is None else kib * 1024,
+    )
+    return tile.kv_heads, stages
 
 
 def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:

@@ -1,7 +1,7 @@
 """Shapes and shared memory of the mosaic backend's tiles: plain ints that a plan fixes, and what cannot be served."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splitk_jax.policy import ceil_div
 
@@ -18,10 +18,13 @@ MOSAIC_DTYPES = ("bfloat16", "float16")
 MOSAIC_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 REDUCTION_BYTES = 2048
-"""Shared memory that Mosaic keeps for reductions across warps."""
+"""Shared memory through which the warps of one KV head reduce."""
 
 SMEM_ALIGNMENT = 1024
 """Bytes; Mosaic aligns each buffer to it, as swizzled tiles need."""
+
+SHARED_STAGES = 3
+"""Stages that must fit for several KV heads to share a CTA: with fewer, loads and products take turns."""
 
 
 def _round_up(x: int, multiple: int) -> int:
@@ -36,6 +39,7 @@ class MosaicTile:
       group: query heads of a KV head.
       heads: query heads that a CTA packs, the columns of its products that count.
       blocks: CTAs that share a KV head's group.
+      kv_heads: KV heads of a CTA, each computed by its own warpgroup.
       head_dim, head_dim_v: lanes of a key and of a value.
       page_size, block_kv, step_kv: tokens of a page, between split edges, and of one pipeline stage.
       itemsize: bytes of a K/V element.
@@ -44,6 +48,7 @@ class MosaicTile:
     group: int
     heads: int
     blocks: int
+    kv_heads: int
     head_dim: int
     head_dim_v: int
     page_size: int
@@ -94,13 +99,31 @@ class MosaicTile:
 
     def smem_bytes(self, stages: int) -> int:
         """Bytes of shared memory that a CTA with this many stages needs."""
-        buffers = [
+        per_head = [
             stages * self.step_kv * self.head_dim * self.itemsize,
             stages * self.step_kv * self.rows_v * self.itemsize,
             self.cols * self.head_dim * self.itemsize,
             self.cols * self.step_kv * self.itemsize,
             self.cols * self.rows_v * self.itemsize,
-            stages * 4,
-            *[stages * 8] * 4,
+            REDUCTION_BYTES,
         ]
-        return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers) + REDUCTION_BYTES
+        buffers = [*(self.kv_heads * b for b in per_head), stages * 4, *[stages * 8] * 4]
+        return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
+
+    def fitted(self, *, kv_heads: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:
+        """The tile with as many KV heads as divide the model's and fit, and as many stages as fit then.
+
+        Args:
+          kv_heads: KV heads of the model that may share a CTA.
+          stages: steps of one KV head that may be in flight in a CTA.
+          limit: bytes of shared memory of a CTA; None where it is not known.
+        """
+        for shared in range(kv_heads, 0, -1):
+            if kv_heads % shared:
+                continue
+            tile, count = replace(self, kv_heads=shared), max(stages // shared, 1)
+            while limit is not None and count > 1 and tile.smem_bytes(count) > limit:
+                count -= 1
+            if shared == 1 or count >= SHARED_STAGES:
+                return tile, count
+        raise AssertionError("one KV head divides every number")

@@ -24,3 +24,28 @@ def store(ref: Any, value: jax.Array) -> None:
 def copy_in(src: Any, dst: Any, barrier: Any, *, wanted: Any) -> None:
     """Starts a TMA copy from global to shared memory; where it is not wanted, only arrives at the barrier."""
     plgpu.copy_gmem_to_smem(src, dst, barrier, predicate=wanted)
+
+
+def reduce_rows(op: str, x: jax.Array, scratch: Any, layout: Any, reduced: Any) -> jax.Array:
+    """Reduces an array of one warpgroup over its rows, through memory of its own: `jnp.max` has one for all warpgroups.
+
+    Args:
+      op: "max" or "add".
+      x: f32[rows, cols], in `layout`.
+      scratch: f32 ref to shared memory, `tiles.REDUCTION_BYTES` long.
+      layout: the layout of x.
+      reduced: `layout` without its rows.
+
+    Returns:
+      f32[cols], in `reduced`.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=reduced),
+    )
+    def reduce(ctx: Any, x: Any, scratch: Any) -> Any:
+        del ctx
+        return x.reduce(op, 0, scratch)
+
+    return reduce(x, scratch)

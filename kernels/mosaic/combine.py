@@ -43,11 +43,11 @@ def combine(
 
         def kernel(
             merge_gmem: Any,  # i32[slots, 4]
-            o_gmem: Any,  # f32[slots, ctas, num_splits, cols, lanes]
-            m_gmem: Any,  # f32[slots, ctas, num_splits, cols]
-            l_gmem: Any,  # f32[slots, ctas, num_splits, cols]
+            o_gmem: Any,  # f32[slots, head_blocks, num_splits, cols, lanes]
+            m_gmem: Any,  # f32[slots, head_blocks, num_splits, cols]
+            l_gmem: Any,  # f32[slots, head_blocks, num_splits, cols]
             out_gmem: Any,  # [batch, num_q_heads, head_dim_v]
-            lse_gmem: Any,  # f32[batch, ctas, cols]
+            lse_gmem: Any,  # f32[batch, head_blocks, cols]
             out_smem: Any,  # [lanes]
             lse_smem: Any,  # f32[lanes]
         ) -> None:
@@ -105,7 +105,7 @@ def combine(
             kernel,
             out_type=(),
             scratch_types=[plgpu.SMEM((tile.lanes,), out.dtype), plgpu.SMEM((tile.lanes,), jnp.float32)],
-            grid=(tile.heads, plan.ctas, slots),
+            grid=(tile.heads, partials.o.shape[1], slots),
             grid_names=("head", "block", "slot"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(schedule.merge, *partials, out_ref, lse_ref)

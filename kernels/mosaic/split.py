@@ -25,7 +25,7 @@ from splitk_jax.kernels.mosaic.finish import finish
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, fold, rescale
 from splitk_jax.plan import DecodePlan
-from splitk_jax.tiles import ROWS
+from splitk_jax.tiles import REDUCTION_BYTES, ROWS
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
@@ -40,8 +40,8 @@ class Launched(NamedTuple):
 
     Attributes:
       out: [batch, num_q_heads, head_dim_v]. Written where one CTA computed all splits of a row.
-      lse: f32[batch, ctas, cols]. Natural logarithm; of the same rows.
-      partials: o f32[slots, ctas, num_splits, cols, lanes], m and l without the last axis. Of the other rows.
+      lse: f32[batch, head_blocks, cols]. Natural logarithm; of the same rows.
+      partials: o f32[slots, head_blocks, num_splits, cols, lanes], m and l without the last axis. Of the other rows.
       schedule: who computed what.
     """
 
@@ -74,6 +74,7 @@ def split(
     batch = q.shape[0]
     num_pages = k_pages.shape[0]
     step_kv, stages, cols, rows_v, dtype = plan.step_kv, plan.stages, tile.cols, tile.rows_v, q.dtype
+    kv_heads, head_blocks = tile.kv_heads, plan.num_kv_heads * tile.blocks
     assert stages is not None  # a plan of this backend has them
     sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window)
     slots = sched.merge.shape[0]
@@ -96,15 +97,16 @@ def split(
             rows_gmem,  # i32[batch, 8]
             work_gmem,  # i32[teams, 12 + copies]
             out_gmem,  # [batch, num_q_heads, head_dim_v]
-            lse_gmem,  # f32[batch, ctas, cols]
-            o_gmem,  # f32[slots, ctas, num_splits, cols, lanes]
-            m_gmem,  # f32[slots, ctas, num_splits, cols]
-            l_gmem,  # f32[slots, ctas, num_splits, cols]
-            k_smem,  # [stages, step_kv, head_dim]
-            v_smem,  # [stages, step_kv, rows_v]
-            q_smem,  # [cols, head_dim]
-            p_smem,  # [cols, step_kv]
-            out_smem,  # [cols, rows_v]
+            lse_gmem,  # f32[batch, head_blocks, cols]
+            o_gmem,  # f32[slots, head_blocks, num_splits, cols, lanes]
+            m_gmem,  # f32[slots, head_blocks, num_splits, cols]
+            l_gmem,  # f32[slots, head_blocks, num_splits, cols]
+            k_smem,  # [stages, kv_heads, step_kv, head_dim]
+            v_smem,  # [stages, kv_heads, step_kv, rows_v]
+            q_smem,  # [kv_heads, cols, head_dim]
+            p_smem,  # [kv_heads, cols, step_kv]
+            out_smem,  # [kv_heads, cols, rows_v]
+            reduce_smem,  # f32[kv_heads, ...]
             bad_smem,  # i32[stages]
             k_full,  # barriers[stages]
             v_full,
@@ -112,7 +114,7 @@ def split(
             v_free,
         ) = refs
         wg = lax.axis_index("wg")
-        block, team = lax.axis_index("block"), lax.axis_index("team")
+        cta, team = lax.axis_index("cta"), lax.axis_index("team")
         work = Work(*(work_gmem[team, c] for c in range(schedule.WORK_ROW)))
         record = Row(*(work_gmem[team, c] for c in range(schedule.WORK_ROW, schedule.WORK_PAGES)))
 
@@ -137,9 +139,9 @@ def split(
 
         first = (work.row, work.split, record)
 
-        @pl.when(wg == 1)
+        @pl.when(wg == kv_heads)
         def _produce() -> None:
-            head = block if tile.blocks == 1 else lax.div(block, jnp.int32(tile.blocks))
+            first_head = cta * kv_heads if tile.blocks == 1 else lax.div(cta, jnp.int32(tile.blocks))
             page_size = jnp.int32(plan.page_size)
 
             def load_split(u: Any, carry: Any) -> Any:
@@ -165,16 +167,19 @@ def split(
                     def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
                         for at in range(0, step_kv, rows):
                             j, part = divmod(at, tile.copy_rows)
-                            dst = (stage, pl.ds(at, rows))
-                            if pool.shape[-1] != smem.shape[-1]:
-                                dst = (*dst, pl.ds(0, pool.shape[-1]))
-                            access.copy_in(
-                                pool.at[pages[j], pl.ds(lax.rem(tokens[j], page_size) + part, rows), head],
-                                smem.at[dst],
-                                full.at[stage],
-                                # Nothing is read beyond the split: what then lies in the stage is masked.
-                                wanted=tokens[j] < high,
-                            )
+                            # The heads of a token lie side by side: their copies, one after another, share DRAM pages.
+                            for h in range(kv_heads):
+                                dst = (stage, h, pl.ds(at, rows))
+                                if pool.shape[-1] != smem.shape[-1]:
+                                    dst = (*dst, pl.ds(0, pool.shape[-1]))
+                                row = pl.ds(lax.rem(tokens[j], page_size) + part, rows)
+                                access.copy_in(
+                                    pool.at[pages[j], row, first_head + h],
+                                    smem.at[dst],
+                                    full.at[stage],
+                                    # Nothing is read beyond the split: what then lies in the stage is masked.
+                                    wanted=tokens[j] < high,
+                                )
 
                     @pl.when(used >= stages)
                     def _() -> None:
@@ -194,7 +199,7 @@ def split(
 
             lax.fori_loop(0, work.count, load_split, (jnp.int32(0), *first))
 
-        @pl.when(wg == 0)
+        @pl.when(wg < kv_heads)
         def _consume() -> None:
             scale = scale_gmem[0] * LOG2E
 
@@ -213,14 +218,20 @@ def split(
                 l=full((cols,), 0, PER_HEAD),
             )
 
+            block = cta * kv_heads + wg
             head = block * tile.heads
             top = first_row(plan, block)
 
             def load_q(row: Any) -> None:
-                for at in range(0, plan.head_dim, chunk):
-                    src = q_gmem.at[row, pl.ds(top, cols), pl.ds(at, chunk)]
-                    q_smem[:, pl.ds(at, chunk)] = access.load(src, q_layout)
+                at = [pl.ds(lane, chunk) for lane in range(0, plan.head_dim, chunk)]
+                # All loads before the first store, which would wait for the load before it.
+                parts = [access.load(q_gmem.at[row, pl.ds(top, cols), lanes], q_layout) for lanes in at]
+                for lanes, part in zip(at, parts, strict=True):
+                    q_smem[wg, :, lanes] = part
                 plgpu.commit_smem()
+
+            def over_tokens(op: str, x: jax.Array) -> jax.Array:
+                return access.reduce_rows(op, x, reduce_smem.at[wg], Layout.WGMMA, PER_HEAD)
 
             def write_partial(slot: Any, at: Any, part: SplitPartials) -> None:
                 o_ref = o_gmem.at[slot, block, at, :, pl.ds(0, rows_v)].transpose((1, 0))
@@ -231,11 +242,11 @@ def split(
             def write_output(row: Any, acc: SplitPartials) -> None:
                 out, lse = finish(acc, across)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                access.store(out_smem.transpose((1, 0)), out.astype(dtype))
+                access.store(out_smem.at[wg].transpose((1, 0)), out.astype(dtype))
                 access.store(lse_gmem.at[row, block], lse)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    out_smem.at[pl.ds(head - top, tile.heads)], out_gmem.at[row, pl.ds(head, tile.heads)]
+                    out_smem.at[wg, pl.ds(head - top, tile.heads)], out_gmem.at[row, pl.ds(head, tile.heads)]
                 )
 
             def compute_split(u: Any, carry: Any) -> Any:
@@ -256,14 +267,14 @@ def split(
                     plgpu.barrier_wait(k_full.at[stage])
 
                     def qk(acc_ref: Any) -> jax.Array:
-                        plgpu.wgmma(acc_ref, k_smem.at[stage], q_smem.transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, k_smem.at[stage, wg], q_smem.at[wg].transpose((1, 0)))
                         return acc_ref[...]
 
                     s = pl.run_scoped(qk, plgpu.ACC((step_kv, cols), jnp.float32))
                     plgpu.barrier_arrive(k_free.at[stage])
                     token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
                     s = jnp.where(token < live, s * scale, -jnp.inf)
-                    m_new = jnp.maximum(m, jnp.max(s, axis=0))
+                    m_new = jnp.maximum(m, over_tokens("max", s))
                     plgpu.barrier_wait(v_full.at[stage])
                     m_new = m_new + nan_if(bad_smem[stage])
                     p = rescale(s, across(m_new, step_kv))
@@ -271,20 +282,20 @@ def split(
                     # Summed over tokens once, at the split's end.
                     l = l * across(a, step_kv) + p
                     o = o * across(a)
-                    p_smem.transpose((1, 0))[...] = p.astype(dtype)
+                    p_smem.at[wg].transpose((1, 0))[...] = p.astype(dtype)
 
                     @pl.when(live < step_kv)
                     def _() -> None:
                         # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
                         for at in range(0, rows_v, ROWS):
-                            v = v_smem[stage, :, pl.ds(at, ROWS)]
+                            v = v_smem[stage, wg, :, pl.ds(at, ROWS)]
                             dead = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA) >= live
-                            v_smem[stage, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
+                            v_smem[stage, wg, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
 
                     plgpu.commit_smem()
 
                     def pv(acc_ref: Any) -> None:
-                        plgpu.wgmma(acc_ref, v_smem.at[stage].transpose((1, 0)), p_smem.transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, v_smem.at[stage, wg].transpose((1, 0)), p_smem.at[wg].transpose((1, 0)))
 
                     o = pl.run_state(pv)(plgpu.ACC.init(o))
                     plgpu.barrier_arrive(v_free.at[stage])
@@ -293,7 +304,7 @@ def split(
                 used, o, m, l = lax.fori_loop(
                     0, steps, step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
                 )
-                part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=jnp.sum(l, axis=0))
+                part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=over_tokens("add", l))
                 acc = SplitPartials(*(jnp.where(begins, x, y) for x, y in zip(none, acc, strict=True)))
                 acc = fold(acc, part, across)
                 ends = index == rec.splits - 1
@@ -329,26 +340,27 @@ def split(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct((batch, plan.num_q_heads, plan.head_dim_v), dtype),
-            jax.ShapeDtypeStruct((batch, plan.ctas, cols), jnp.float32),
-            jax.ShapeDtypeStruct((slots, plan.ctas, plan.num_splits, cols, tile.lanes), jnp.float32),
-            jax.ShapeDtypeStruct((slots, plan.ctas, plan.num_splits, cols), jnp.float32),
-            jax.ShapeDtypeStruct((slots, plan.ctas, plan.num_splits, cols), jnp.float32),
+            jax.ShapeDtypeStruct((batch, head_blocks, cols), jnp.float32),
+            jax.ShapeDtypeStruct((slots, head_blocks, plan.num_splits, cols, tile.lanes), jnp.float32),
+            jax.ShapeDtypeStruct((slots, head_blocks, plan.num_splits, cols), jnp.float32),
+            jax.ShapeDtypeStruct((slots, head_blocks, plan.num_splits, cols), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((stages, step_kv, plan.head_dim), dtype, transforms=tiled),
-            plgpu.SMEM((stages, step_kv, rows_v), dtype, transforms=tiled),
-            plgpu.SMEM((cols, plan.head_dim), dtype, transforms=tiled),
-            plgpu.SMEM((cols, step_kv), dtype, transforms=tiled),
-            plgpu.SMEM((cols, rows_v), dtype),
+            plgpu.SMEM((stages, kv_heads, step_kv, plan.head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((stages, kv_heads, step_kv, rows_v), dtype, transforms=tiled),
+            plgpu.SMEM((kv_heads, cols, plan.head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((kv_heads, cols, step_kv), dtype, transforms=tiled),
+            plgpu.SMEM((kv_heads, cols, rows_v), dtype),
+            plgpu.SMEM((kv_heads, REDUCTION_BYTES // 4), jnp.float32),
             plgpu.SMEM((stages,), jnp.int32),
-            plgpu.Barrier(num_arrivals=tile.copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=step_kv // tile.copy_rows_v, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=kv_heads * tile.copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=kv_heads * step_kv // tile.copy_rows_v, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=kv_heads, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=kv_heads, num_barriers=stages),
         ],
         grid=(plan.ctas, plan.launch_teams),
-        grid_names=("block", "team"),
-        num_threads=2,
+        grid_names=("cta", "team"),
+        num_threads=kv_heads + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work)
