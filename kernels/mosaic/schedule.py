@@ -146,6 +146,14 @@ def make_schedule(
     edge = jnp.where(last, cost_end[-1], edge)
     to_rows = (jnp.max(edge[1:] - edge[:-1]) <= (1 + ALIGNED) * share) | (jnp.abs(edge - at) <= SNAP * share)
     begin = jnp.where(to_rows, jnp.where(lower, splits_begin[row], splits_end[row]), begin)
+    # Or several whole teams for each row.
+    several = jnp.maximum(jnp.ceil(cost / ((1 + ALIGNED) * share)).astype(jnp.int32), 1)
+    most = jnp.max(((splits + several - 1) // several).astype(jnp.float32) * split_cost)
+    teams_end = jnp.sum(jnp.where(upto, several[None, :], 0), axis=1)
+    row = jnp.minimum(jnp.sum(teams_end[None, :] <= team[:, None], axis=1), batch - 1)
+    part = jnp.minimum(team - (teams_end - several)[row], several[row])
+    fits = (teams_end[-1] <= teams) & (most <= (1 + ALIGNED) * share)
+    begin = jnp.where(fits, splits_begin[row] + part * splits[row] // several[row], begin)
     begin = jnp.where(last, splits_end[-1], begin)
     count, begin, team = begin[1:] - begin[:-1], begin[:-1], team[:-1]
 
