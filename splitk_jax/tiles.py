@@ -107,7 +107,7 @@ class MosaicTile:
             self.cols * self.rows_v * self.itemsize,
             REDUCTION_BYTES,
         ]
-        buffers = [*(self.kv_heads * b for b in per_head), stages * 4, *[stages * 8] * 4]
+        buffers = [*(self.kv_heads * b for b in per_head), stages * 4, WARPGROUP * 4, *[stages * 8] * 4]
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
 
     def fitted(self, *, kv_heads: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:

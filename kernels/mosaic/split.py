@@ -25,12 +25,12 @@ from splitk_jax.kernels.mosaic.finish import finish
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, fold, rescale
 from splitk_jax.plan import DecodePlan
-from splitk_jax.tiles import REDUCTION_BYTES, ROWS
+from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
-LOOKAHEAD = 2
-"""Steps between the load of a page id and its use: the load takes longer than a step."""
+NONE = -WARPGROUP
+"""The first place of the block table whose id is held, where none is."""
 
 # The accumulator's layout without its pairs of columns, which a transposed store cannot write together.
 UNPAIRED = Layout.TILED(
@@ -52,51 +52,6 @@ class Launched(NamedTuple):
     lse: jax.Array
     partials: SplitPartials
     schedule: Schedule
-
-
-class Cursor(NamedTuple):
-    """A split in a team's range.
-
-    Attributes:
-      row, index: whose, and which of its splits.
-      rec, following: the records of that row and of the next, which is loaded long before it is needed.
-    """
-
-    row: Any
-    index: Any
-    rec: Row
-    following: Row
-
-
-class Step(NamedTuple):
-    """A pipeline step in a team's range.
-
-    Attributes:
-      split, step: which of the team's splits, and which of its steps.
-      cursor, low, high, steps: that split, its tokens [low, high), and how many steps it has.
-    """
-
-    split: Any
-    step: Any
-    cursor: Cursor
-    low: Any
-    high: Any
-    steps: Any
-
-
-class Loads(NamedTuple):
-    """What a step loads.
-
-    Attributes:
-      split: which of the team's splits.
-      low, high: its tokens [low, high); none of an empty split.
-      pages: the page id of each copy.
-    """
-
-    split: Any
-    low: Any
-    high: Any
-    pages: tuple[Any, ...]
 
 
 def first_row(plan: DecodePlan, block: Any, *, xp: Any = jnp) -> Any:
@@ -129,6 +84,8 @@ def split(
     q = q[:, 0]
     if plan.num_q_heads < cols:
         q = jnp.pad(q, ((0, 0), (0, cols - plan.num_q_heads), (0, 0)))
+    block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
+    ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
     chunk = tile.swizzle // 2
     # A warp covers whole rows of the swizzled tile, so that its stores meet no bank conflict.
     q_layout = Layout.TILED(
@@ -156,6 +113,7 @@ def split(
             out_smem,  # [kv_heads, cols, rows_v]
             reduce_smem,  # f32[kv_heads, ...]
             bad_smem,  # i32[stages]
+            ids_smem,  # i32[WARPGROUP]
             k_full,  # barriers[stages]
             v_full,
             k_free,
@@ -172,106 +130,93 @@ def split(
             low, high = jnp.maximum(row.start, edge), jnp.minimum(edge + row.span, row.tokens)
             return low, high, lax.div(jnp.maximum(high - low, 0) + (step_kv - 1), jnp.int32(step_kv))
 
-        def load_record(row: Any) -> Row:
-            # One past the last row is asked for at the end, and not used.
-            at = jnp.minimum(row, rows_gmem.shape[0] - 1)
-            return Row(*(rows_gmem[at, c] for c in range(len(Row._fields))))
+        def advance(row: Any, index: Any, rec: Row) -> tuple[Any, Any, Row]:
+            """The split after this one, and the record of its row."""
+            ends = index + 1 >= rec.splits
+            row = row + ends.astype(jnp.int32)
 
-        def advance(at: Cursor) -> Cursor:
-            """The split after this one."""
-            ends = at.index + 1 >= at.rec.splits
-            row = at.row + ends.astype(jnp.int32)
-            rec, following = lax.cond(
-                ends, lambda: (at.following, load_record(row + 1)), lambda: (at.rec, at.following)
-            )
-            return Cursor(row, jnp.where(ends, 0, at.index + 1), rec, following)
+            def next_record() -> Row:
+                # One past the last row is asked for after the last split, and not used.
+                at = jnp.minimum(row, rows_gmem.shape[0] - 1)
+                return Row(*(rows_gmem[at, c] for c in range(len(rec))))
 
-        first = Cursor(work.row, work.split, record, load_record(work.row + 1))
+            rec = lax.cond(ends, next_record, lambda: rec)
+            return row, jnp.where(ends, 0, index + 1), rec
+
+        first = (work.row, work.split, record)
 
         @pl.when(wg == kv_heads)
         def _produce() -> None:
             first_head = cta * kv_heads if tile.blocks == 1 else lax.div(cta, jnp.int32(tile.blocks))
             page_size = jnp.int32(plan.page_size)
 
-            def fetch(at: Step) -> Loads:
-                """Loads a step's page ids."""
-                low = at.low + at.step * step_kv
-                tokens = [low + j * tile.copy_rows for j in range(tile.copies)]
-                last_page = lax.div(at.high - 1, page_size)
-                pages = lax.cond(
-                    (at.split == 0) & (at.step < stages),
-                    lambda: [
-                        work_gmem[team, schedule.WORK_PAGES + at.step * tile.copies + j] for j in range(tile.copies)
-                    ],
-                    lambda: [pages_gmem[at.cursor.row, jnp.minimum(lax.div(t, page_size), last_page)] for t in tokens],
-                )
-                return Loads(at.split, low, at.high, tuple(pages))
+            def load_split(u: Any, carry: Any) -> Any:
+                used, held, row, index, rec = carry
+                low, high, steps = bounds(rec, index)
+                last_page = lax.div(high - 1, page_size)
+                # A split of another row begins with that row's ids.
+                held = jnp.where((index == 0) & (u > 0), NONE, held)
 
-            def start_split(number: Any, cursor: Cursor) -> Step:
-                low, high, steps = bounds(cursor.rec, cursor.index)
-                return Step(number, jnp.int32(0), cursor, low, high, steps)
+                def step(i: Any, carry: Any) -> Any:
+                    used, held = carry
+                    stage = lax.rem(used, jnp.int32(stages))
+                    tokens = [low + i * step_kv + j * tile.copy_rows for j in range(tile.copies)]
+                    places = [jnp.minimum(lax.div(t, page_size), last_page) for t in tokens]
+                    known = (u == 0) & (i < stages)
+                    wanted = jnp.logical_not(known) & (places[-1] >= held + WARPGROUP)
+                    held = jnp.where(wanted, jnp.minimum(places[0], pages_gmem.shape[1] - WARPGROUP), held)
 
-            def following(at: Step) -> Step:
-                return lax.cond(
-                    at.step + 1 >= at.steps,
-                    lambda: start_split(at.split + 1, advance(at.cursor)),
-                    lambda: at._replace(step=at.step + 1),
-                )
+                    @pl.when(wanted)
+                    def _() -> None:
+                        ids_smem[...] = access.load(pages_gmem.at[row, pl.ds(held, WARPGROUP)], ids_layout)
+                        plgpu.commit_smem()
 
-            def issue(used: Any, now: Loads) -> None:
-                stage = lax.rem(used, jnp.int32(stages))
-                tokens = [now.low + j * tile.copy_rows for j in range(tile.copies)]
-                # No address is formed from an unchecked id; a bad one poisons its row, in the consumer.
-                ok = [(page >= 0) & (page < num_pages) for page in now.pages]
-                all_ok = functools.reduce(jnp.logical_and, ok)
-                pages = [jnp.where(good, page, 0) for good, page in zip(ok, now.pages, strict=True)]
+                    pages = lax.cond(
+                        known,
+                        lambda: [
+                            work_gmem[team, schedule.WORK_PAGES + i * tile.copies + j] for j in range(tile.copies)
+                        ],
+                        lambda: [ids_smem[place - held] for place in places],
+                    )
+                    # No address is formed from an unchecked id; a bad one poisons its row, in the consumer.
+                    ok = [(page >= 0) & (page < num_pages) for page in pages]
+                    all_ok = functools.reduce(jnp.logical_and, ok)
+                    pages = [jnp.where(good, page, 0) for good, page in zip(ok, pages, strict=True)]
 
-                def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
-                    for at in range(0, step_kv, rows):
-                        j, part = divmod(at, tile.copy_rows)
-                        row = pl.ds(lax.rem(tokens[j], page_size) + part, rows)
-                        # The heads of a token lie side by side: their copies, one after another, share DRAM pages.
-                        for h in range(kv_heads):
-                            dst = (stage, h, pl.ds(at, rows))
-                            if pool.shape[-1] != smem.shape[-1]:
-                                dst = (*dst, pl.ds(0, pool.shape[-1]))
-                            access.copy_in(
-                                pool.at[pages[j], row, first_head + h],
-                                smem.at[dst],
-                                full.at[stage],
-                                # Nothing is read beyond the split: what then lies in the stage is masked.
-                                wanted=tokens[j] < now.high,
-                            )
+                    def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
+                        for at in range(0, step_kv, rows):
+                            j, part = divmod(at, tile.copy_rows)
+                            # The heads of a token lie side by side: their copies, one after another, share DRAM pages.
+                            for h in range(kv_heads):
+                                dst = (stage, h, pl.ds(at, rows))
+                                if pool.shape[-1] != smem.shape[-1]:
+                                    dst = (*dst, pl.ds(0, pool.shape[-1]))
+                                row = pl.ds(lax.rem(tokens[j], page_size) + part, rows)
+                                access.copy_in(
+                                    pool.at[pages[j], row, first_head + h],
+                                    smem.at[dst],
+                                    full.at[stage],
+                                    # Nothing is read beyond the split: what then lies in the stage is masked.
+                                    wanted=tokens[j] < high,
+                                )
 
-                @pl.when(used >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(k_free.at[stage])
+                    @pl.when(used >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(k_free.at[stage])
 
-                fill(k_gmem, k_smem, tile.copy_rows, k_full)
+                    fill(k_gmem, k_smem, tile.copy_rows, k_full)
 
-                @pl.when(used >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(v_free.at[stage])
+                    @pl.when(used >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_free.at[stage])
 
-                bad_smem[stage] = jnp.where(all_ok, 0, 1)
-                fill(v_gmem, v_smem, tile.copy_rows_v, v_full)
+                    bad_smem[stage] = jnp.where(all_ok, 0, 1)
+                    fill(v_gmem, v_smem, tile.copy_rows_v, v_full)
+                    return used + 1, held
 
-            def run(carry: tuple[Any, Step, tuple[Loads, ...]]) -> tuple[Any, Step, tuple[Loads, ...]]:
-                used, at, (now, *queue) = carry
-                queue.append(fetch(at))
-                live = now.low < now.high
+                return *lax.fori_loop(0, steps, step, (used, held)), *advance(row, index, rec)
 
-                @pl.when(live)
-                def _() -> None:
-                    issue(used, now)
-
-                return used + live.astype(jnp.int32), following(at), tuple(queue)
-
-            at, queue = start_split(jnp.int32(0), first), []
-            for _ in range(LOOKAHEAD):
-                queue.append(fetch(at))
-                at = following(at)
-            lax.while_loop(lambda carry: carry[2][0].split < work.count, run, (jnp.int32(0), at, tuple(queue)))
+            lax.fori_loop(0, work.count, load_split, (jnp.int32(0), jnp.int32(NONE), *first))
 
         @pl.when(wg < kv_heads)
         def _consume() -> None:
@@ -324,8 +269,7 @@ def split(
                 )
 
             def compute_split(u: Any, carry: Any) -> Any:
-                used, at, whole, acc = carry
-                row, index, rec, _ = at
+                used, row, index, rec, whole, acc = carry
                 low, high, steps = bounds(rec, index)
                 begins = index == 0
                 # Whether this CTA has folded the row from its first split on.
@@ -404,9 +348,9 @@ def split(
                     def _() -> None:
                         write_partial(row, 0, acc)
 
-                return used, advance(at), whole & jnp.logical_not(ends), acc
+                return used, *advance(row, index, rec), whole & jnp.logical_not(ends), acc
 
-            lax.fori_loop(0, work.count, compute_split, (jnp.int32(0), first, jnp.bool_(False), none))
+            lax.fori_loop(0, work.count, compute_split, (jnp.int32(0), *first, jnp.bool_(False), none))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel.__name__ = f"splitk_split_s{plan.num_splits}_t{step_kv}x{stages}"
@@ -428,6 +372,7 @@ def split(
             plgpu.SMEM((kv_heads, cols, rows_v), dtype),
             plgpu.SMEM((kv_heads, REDUCTION_BYTES // 4), jnp.float32),
             plgpu.SMEM((stages,), jnp.int32),
+            plgpu.SMEM((WARPGROUP,), jnp.int32),
             plgpu.Barrier(num_arrivals=kv_heads * tile.copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=kv_heads * step_kv // tile.copy_rows_v, num_barriers=stages),
             plgpu.Barrier(num_arrivals=kv_heads, num_barriers=stages),
