@@ -18,8 +18,12 @@ from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
 from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, MosaicTile
 
-TREE_VERSION = 1
+TREE_VERSION = 2
 """Moves when the split rules or the fold change, since bits move with them."""
+
+RUN_SPLITS = 8
+"""Splits fold left to right in runs of so many, and the runs left to right: of a row that several CTAs share, each
+writes one partial for a run, not for a split."""
 
 MAX_TOKENS = 1 << 30
 """Tokens that one block-table row may hold: span arithmetic stays inside int32 below it."""
@@ -271,6 +275,11 @@ class DecodePlan:
     def launch_teams(self) -> int:
         """Teams of `ctas` CTAs in a launch of the mosaic backend, as many as `launch_ctas` holds; at least one."""
         return max(self.launch_ctas // self.ctas, 1)
+
+    @property
+    def runs(self) -> int:
+        """Runs of splits in a tree."""
+        return ceil_div(self.num_splits, RUN_SPLITS)
 
     def scratch_slots(self, batch: int) -> int:
         """Rows whose partials the mosaic backend has room for.

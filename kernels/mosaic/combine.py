@@ -1,5 +1,6 @@
 """Combine kernel of the mosaic backend: continues the fold of the rows that more than one CTA computed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,19 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from splitk_jax.kernels.mosaic import access
+from splitk_jax.kernels.mosaic import access, schedule
 from splitk_jax.kernels.mosaic.finish import finish
 from splitk_jax.kernels.mosaic.schedule import Merge
 from splitk_jax.kernels.mosaic.split import Launched, first_row
 from splitk_jax.kernels.partials import SplitPartials, fold
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import RUN_SPLITS, DecodePlan
+from splitk_jax.policy import ceil_div
 from splitk_jax.tiles import WARPGROUP
 
 AHEAD = 64
 """Floats of partials that a thread loads at once, one partial after another."""
-
-GUESSED = 8
-"""Partials that are loaded before it is known whether they are there, where a batch has several rows."""
 
 
 def combine(
@@ -33,16 +32,16 @@ def combine(
     """Merges what the split kernel left in parts, one CTA a head, and returns the output and its log-sum-exp."""
     del sinks
     tile = plan.mosaic_tile
-    out, lse, partials, schedule = launched
+    out, lse, partials, scheduled = launched
     batch = out.shape[0]
     if plan.num_splits > 1 or not tile.direct:
         slots, _, num_splits = partials.o.shape[:3]
-        ahead = min(AHEAD * WARPGROUP // tile.lanes, num_splits)
-        guessed = min(ahead if batch == 1 else GUESSED, num_splits)
+        # Runs of a chunk, whose partials are in flight together.
+        runs = min(max(AHEAD * WARPGROUP // tile.lanes // RUN_SPLITS, 1), plan.runs)
         layout = plgpu.Layout.WG_STRIDED((tile.lanes,), tile.lanes // WARPGROUP)
 
         def kernel(
-            merge_gmem: Any,  # i32[slots, 4]
+            merge_gmem: Any,  # i32[slots, 3 + runs]
             o_gmem: Any,  # f32[slots, head_blocks, num_splits, cols, lanes]
             m_gmem: Any,  # f32[slots, head_blocks, num_splits, cols]
             l_gmem: Any,  # f32[slots, head_blocks, num_splits, cols]
@@ -63,31 +62,61 @@ def combine(
                     l=jnp.full((tile.lanes,), l_gmem[at]),
                 )
 
-            def fold_live(acc: SplitPartials, part: SplitPartials, live: Any) -> SplitPartials:
-                folded = fold(acc, part, lambda x: x)
-                return SplitPartials(*(jnp.where(live, new, old) for new, old in zip(folded, acc, strict=True)))
+            def choose(which: Any, a: SplitPartials, b: SplitPartials) -> SplitPartials:
+                return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))
 
-            # Partial 0 is the prefix, partial `s` split `s`. What is loaded before the record says that it was written
-            # is looked at only after.
-            parts = [load(s) for s in range(guessed)]
-            item = Merge(*(merge_gmem[slot, c] for c in range(len(Merge._fields))))
+            def fold_two(a: SplitPartials, b: SplitPartials) -> SplitPartials:
+                return fold(a, b, lambda x: x)
 
-            @pl.when(item.prefix > 0)
+            def load_chunk(first: Any, written: Callable[[int], Any]) -> list[SplitPartials]:
+                """The partials of the splits from `first` on; of one that was not written, the first's in its place."""
+                count = min(runs * RUN_SPLITS, num_splits)
+                return [load(jnp.where(written(s), first + s, first)) for s in range(count)]
+
+            # One row's are loaded before the record says which were written, and looked at only after.
+            guessed = load_chunk(0, lambda s: True) if batch == 1 else None
+            item = Merge(*(merge_gmem[slot, c] for c in range(schedule.MERGE_RUNS)))
+
+            def fold_chunk(i: Any, acc: SplitPartials | None) -> SplitPartials:
+                first = i * runs * RUN_SPLITS
+                # Past the tree's last run there is no record, and no split either.
+                run = [jnp.minimum(i * runs + r, plan.runs - 1) for r in range(runs)]
+                held = [merge_gmem[slot, schedule.MERGE_RUNS + r] for r in run]
+
+                def written(s: int) -> Any:
+                    r, place = divmod(s, RUN_SPLITS)
+                    return (first + s < item.splits) & (True if place == 0 else place >= held[r])
+
+                parts = guessed if acc is None and guessed is not None else load_chunk(first, written)
+                if acc is None:
+                    none = SplitPartials(
+                        *(jnp.full_like(x, e) for x, e in zip(parts[0], (0, -jnp.inf, 0), strict=True))
+                    )
+                    acc = choose(item.prefix > 0, parts[0], none)
+
+                def fold_run(at: int) -> SplitPartials:
+                    whole, *rest = parts[at : at + RUN_SPLITS]
+
+                    def cut() -> SplitPartials:
+                        run = whole
+                        for s, part in enumerate(rest, at + 1):
+                            run = choose(written(s), fold_two(run, part), run)
+                        return run
+
+                    return lax.cond(held[at // RUN_SPLITS] < RUN_SPLITS, cut, lambda: whole)
+
+                for at in range(0, len(parts), RUN_SPLITS):
+                    live = (first + at >= item.prefix) & (first + at < item.splits)
+                    acc = lax.cond(live, lambda acc=acc, at=at: fold_two(acc, fold_run(at)), lambda acc=acc: acc)
+                return acc
+
+            @pl.when(item.splits > 0)
             def _() -> None:
-                acc = parts[0]
-                for s, part in enumerate(parts[1:], 1):
-                    acc = fold_live(acc, part, (s >= item.prefix) & (s < item.splits))
-                first = jnp.maximum(item.prefix, guessed)
-
-                def chunk(i: Any, acc: SplitPartials) -> SplitPartials:
-                    at = first + i * ahead
-                    parts = [load(jnp.minimum(at + j, item.splits - 1)) for j in range(ahead)]
-                    for j, part in enumerate(parts):
-                        acc = fold_live(acc, part, at + j < item.splits)
-                    return acc
-
-                chunks = lax.div(jnp.maximum(item.splits - first, 0) + (ahead - 1), jnp.int32(ahead))
-                out, lse = finish(lax.fori_loop(0, chunks, chunk, acc), lambda x: x)
+                acc = fold_chunk(0, None)
+                if plan.runs > runs:
+                    chunks = ceil_div(ceil_div(item.splits, RUN_SPLITS), runs)
+                    acc = lax.fori_loop(1, chunks, fold_chunk, acc)
+                out, lse = finish(acc, lambda x: x)
                 lse_smem[...] = lse
                 if plan.head_dim_v == tile.lanes:
                     out_gmem.at[item.row, head][...] = out.astype(out_gmem.dtype)
@@ -108,7 +137,7 @@ def combine(
             grid=(tile.heads, partials.o.shape[1], slots),
             grid_names=("head", "block", "slot"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        )(schedule.merge, *partials, out_ref, lse_ref)
+        )(scheduled.merge, *partials, out_ref, lse_ref)
         # Without the barrier XLA lets a call whose result goes into a slice, as a scan's stacked output does, write to
         # that slice, although this one writes to its operand: the slice is then never written (JAX 0.11.2).
         out, lse = lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))

@@ -12,22 +12,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import RUN_SPLITS, DecodePlan
+from splitk_jax.policy import ceil_div
 
 SPLIT_OVERHEAD = 0.5
 """What a split costs beside its tokens, in pipeline steps: its fold and its write."""
 
 ALIGNED = 0.08
-"""How much more than its share a team may get so that no row is shared, and no partial is written and read again."""
+"""How much more or less than its share a team may get so that a row is whole, or shared by whole teams: of a row that a
+boundary cuts, partials are written and read again."""
 
 SNAP = 0.04
-"""How far from its share, in shares, a boundary moves to lie between two rows."""
+"""How far from its share, in shares, a boundary moves to lie between two rows or two runs of splits."""
 
 
 class Row(NamedTuple):
     """What the kernel knows of a row.
 
     Attributes:
+      row: which row of the batch: the schedule has them in an order of its own.
       start: first attended token.
       origin, span, first: split `s`, counted from the row's first, begins at `origin + (first + s) * span`, or at
         `start` where that is later.
@@ -36,6 +39,7 @@ class Row(NamedTuple):
       poison: 1 where the row is to come out NaN.
     """
 
+    row: Any
     start: Any
     origin: Any
     span: Any
@@ -49,7 +53,7 @@ class Work(NamedTuple):
     """What a team computes.
 
     Attributes:
-      row, split: where its range begins.
+      row, split: where its range begins; the row by its place in the schedule.
       count: splits.
       slot: the scratch slot of the row that it starts inside of.
       last_slot: the scratch slot of the row that it leaves to the next team.
@@ -66,9 +70,9 @@ class Merge(NamedTuple):
     """What the combine does for a scratch slot.
 
     Attributes:
-      row: whose.
-      prefix: splits that one team has folded already, 0 where nothing is left to do.
-      splits: all of the row's.
+      row: which row of the batch.
+      prefix: splits, in whole runs, that one team has folded into the partial of split 0; 0 for none.
+      splits: all of the row's; 0 where nothing is to be done.
     """
 
     row: Any
@@ -81,9 +85,10 @@ class Schedule(NamedTuple):
 
     Attributes:
       rows: i32[batch, 8]. A `Row` each.
-      work: i32[teams, 12 + copies]. A `Work`, the `Row` that it begins in, and the pages of its first split's first
+      work: i32[teams, 13 + copies]. A `Work`, the `Row` that it begins in, and the pages of its first split's first
         steps, a step for each stage, so that nothing stands between this record and a CTA's first copies.
-      merge: i32[slots, 4]. A `Merge` each.
+      merge: i32[slots, 3 + runs]. A `Merge` each, and of each run the splits that one team has folded into the partial
+        of its first: all, or those before the first boundary in it; the others have a partial each.
     """
 
     rows: jax.Array
@@ -93,6 +98,7 @@ class Schedule(NamedTuple):
 
 WORK_ROW = len(Work._fields)
 WORK_PAGES = WORK_ROW + len(Row._fields)
+MERGE_RUNS = len(Merge._fields)
 
 
 def row_record(seq_lens: jax.Array, *, plan: DecodePlan, capacity: int, window: int | None) -> Row:
@@ -101,6 +107,7 @@ def row_record(seq_lens: jax.Array, *, plan: DecodePlan, capacity: int, window: 
     tokens = jnp.where(length_ok, seq_lens, 0)
     edges = plan.edges(tokens, window=window, xp=jnp)
     return Row(
+        row=jnp.arange(seq_lens.shape[0]),
         start=edges.start,
         origin=edges.origin,
         span=edges.span,
@@ -123,37 +130,52 @@ def make_schedule(
     assert plan.stages is not None  # a plan of this backend has them
     capacity = min(block_tables.shape[1] * plan.page_size, plan.max_tokens)
     rec = row_record(seq_lens, plan=plan, capacity=capacity, window=window)
-    splits = rec.splits
 
-    # Up to and including each row: splits, and what they cost.
-    split_cost = jnp.minimum(rec.span, rec.tokens).astype(jnp.float32) / plan.step_kv + SPLIT_OVERHEAD
-    cost = splits.astype(jnp.float32) * split_cost
-    upto = jnp.arange(batch)[:, None] >= jnp.arange(batch)[None, :]
-    splits_end = jnp.sum(jnp.where(upto, splits[None, :], 0), axis=1)
-    cost_end = jnp.sum(jnp.where(upto, cost[None, :], 0.0), axis=1)
+    def costs(rec: Row) -> tuple[jax.Array, jax.Array]:
+        """What a split of each row and what the row costs, in pipeline steps."""
+        split_cost = jnp.minimum(rec.span, rec.tokens).astype(jnp.float32) / plan.step_kv + SPLIT_OVERHEAD
+        return split_cost, rec.splits.astype(jnp.float32) * split_cost
+
+    def upto(x: jax.Array) -> jax.Array:
+        """Sums up to and including each row."""
+        return jnp.sum(jnp.where(jnp.arange(batch)[:, None] >= jnp.arange(batch)[None, :], x[None, :], 0), axis=1)
+
+    # Rows that some number of whole teams computes within the tolerance come first, and get them; if that leaves the
+    # others too few, no row does.
+    split_cost, cost = costs(rec)
+    share = jnp.sum(cost) / teams
+    most = jnp.maximum(jnp.floor((1 + ALIGNED) * share / split_cost).astype(jnp.int32), 1)
+    whole_teams = ceil_div(rec.splits, most)
+    snug = cost >= (1 - ALIGNED) * share * whole_teams.astype(jnp.float32)
+    left = teams - jnp.sum(jnp.where(snug, whole_teams, 0))
+    snug = snug & (jnp.sum(jnp.where(snug, 0.0, cost)) <= (1 + ALIGNED / 2) * share * left.astype(jnp.float32))
+    ahead = upto(snug.astype(jnp.int32))
+    place = jnp.where(snug, ahead - 1, ahead[-1] + jnp.arange(batch) - ahead)
+    order = jnp.sum(jnp.where(place[None, :] == jnp.arange(batch)[:, None], jnp.arange(batch)[None, :], 0), axis=1)
+    rec, whole_teams = Row(*(x[order] for x in rec)), jnp.where(snug, whole_teams, 0)[order]
+    splits, (split_cost, cost) = rec.splits, costs(rec)
+    splits_end, cost_end, teams_end = upto(splits), upto(cost), upto(whole_teams)
     splits_begin, cost_begin = splits_end - splits, cost_end - cost
 
-    # Of each team's share of the cost, the nearest split, and the nearest row.
+    # Of each of the other teams' share of the cost, the nearest split, run and row.
     team = jnp.arange(teams + 1)
-    share = cost_end[-1] / teams
-    at = share * team.astype(jnp.float32)
+    apart, left = jnp.sum(jnp.where(whole_teams > 0, cost, 0.0)), teams - teams_end[-1]
+    share = jnp.where(left > 0, (cost_end[-1] - apart) / jnp.maximum(left, 1).astype(jnp.float32), 0.0)
+    at = apart + share * jnp.maximum(team - teams_end[-1], 0).astype(jnp.float32)
     row = jnp.minimum(jnp.sum(cost_end[None, :] <= at[:, None], axis=1), batch - 1)
-    within = jnp.round((at - cost_begin[row]) / split_cost[row]).astype(jnp.int32)
-    begin = splits_begin[row] + jnp.clip(within, 0, splits[row])
+    within = (at - cost_begin[row]) / split_cost[row]
+    to_split, to_run = jnp.round(within), RUN_SPLITS * jnp.round(within / RUN_SPLITS)
+    near = jnp.abs(to_run - within) * split_cost[row] <= SNAP * share
+    begin = splits_begin[row] + jnp.clip(jnp.where(near, to_run, to_split).astype(jnp.int32), 0, splits[row])
     lower = at - cost_begin[row] <= cost_end[row] - at
     edge = jnp.where(lower, cost_begin[row], cost_end[row])
     last = team == teams
     edge = jnp.where(last, cost_end[-1], edge)
     to_rows = (jnp.max(edge[1:] - edge[:-1]) <= (1 + ALIGNED) * share) | (jnp.abs(edge - at) <= SNAP * share)
     begin = jnp.where(to_rows, jnp.where(lower, splits_begin[row], splits_end[row]), begin)
-    # Or several whole teams for each row.
-    several = jnp.maximum(jnp.ceil(cost / ((1 + ALIGNED) * share)).astype(jnp.int32), 1)
-    most = jnp.max(((splits + several - 1) // several).astype(jnp.float32) * split_cost)
-    teams_end = jnp.sum(jnp.where(upto, several[None, :], 0), axis=1)
     row = jnp.minimum(jnp.sum(teams_end[None, :] <= team[:, None], axis=1), batch - 1)
-    part = jnp.minimum(team - (teams_end - several)[row], several[row])
-    fits = (teams_end[-1] <= teams) & (most <= (1 + ALIGNED) * share)
-    begin = jnp.where(fits, splits_begin[row] + part * splits[row] // several[row], begin)
+    part = (team - (teams_end - whole_teams)[row]) * splits[row] // jnp.maximum(whole_teams[row], 1)
+    begin = jnp.where(team < teams_end[-1], splits_begin[row] + part, begin)
     begin = jnp.where(last, splits_end[-1], begin)
     count, begin, team = begin[1:] - begin[:-1], begin[:-1], team[:-1]
 
@@ -161,16 +183,23 @@ def make_schedule(
     split = begin - splits_begin[row]
     if plan.scratch_slots(batch) == batch:
         slot, last_slot = row, jnp.append(row[1:], 0)
-        inside = (begin[None, :] > splits_begin[:, None]) & (begin[None, :] < splits_end[:, None])
-        prefix = jnp.min(jnp.where(inside, begin[None, :] - splits_begin[:, None], splits[:, None]), axis=1)
-        if tile.direct:
-            prefix = jnp.where(prefix < splits, prefix, 0)
-        merge = Merge(jnp.arange(batch), prefix, splits)
+        merged, used = jnp.arange(batch), jnp.ones(batch, bool)
     else:
         # The first team that starts inside a row names its slot; one without work may start past the last row.
         slot = jnp.sum(begin[None, :] <= (begin - split)[:, None], axis=1)
         last_slot = team + 1
-        merge = Merge(row, jnp.where((slot == team) & (split < splits[row]), split, 0), splits[row])
+        merged, used = row, (slot == team) & (split < splits[row])
+    boundary = begin[None, :] - splits_begin[merged][:, None]
+    of_row = splits[merged]
+    boundary = jnp.where((boundary > 0) & (boundary < of_row[:, None]), boundary, of_row[:, None])
+    cut = jnp.min(boundary, axis=1)
+    if tile.direct:
+        used &= cut < of_row
+    prefix = jnp.where(cut < of_row, cut // RUN_SPLITS * RUN_SPLITS, of_row)
+    before = boundary[:, None, :] - (jnp.arange(plan.runs) * RUN_SPLITS)[None, :, None]
+    inside = (before > 0) & (before < RUN_SPLITS) & (boundary < of_row[:, None])[:, None, :]
+    held = jnp.min(jnp.where(inside, before, RUN_SPLITS), axis=2)
+    merge = Merge(rec.row[merged], prefix, jnp.where(used, of_row, 0))
 
     first = Row(*(x[row] for x in rec))
     low = jnp.maximum(first.start, first.origin + (first.first + split) * first.span)
@@ -180,7 +209,7 @@ def make_schedule(
     page = jnp.minimum((low[:, None] + ahead[None, :]) // plan.page_size, last_page[:, None])
     work = jnp.stack([*Work(row, split, count, slot, last_slot), *first], axis=1)
     return Schedule(
-        rows=jnp.stack([*rec, jnp.zeros_like(splits)], axis=1),
-        work=jnp.concatenate([work, block_tables[row[:, None], page]], axis=1).astype(jnp.int32),
-        merge=jnp.stack([*merge, jnp.zeros_like(merge.splits)], axis=1).astype(jnp.int32),
+        rows=jnp.stack(rec, axis=1).astype(jnp.int32),
+        work=jnp.concatenate([work, block_tables[first.row[:, None], page]], axis=1).astype(jnp.int32),
+        merge=jnp.concatenate([jnp.stack(merge, axis=1), held], axis=1).astype(jnp.int32),
     )

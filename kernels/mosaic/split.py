@@ -24,7 +24,7 @@ from splitk_jax.kernels.mosaic import access, schedule
 from splitk_jax.kernels.mosaic.finish import finish
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, fold, rescale
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import RUN_SPLITS, DecodePlan
 from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
 
 Layout = plgpu.Layout
@@ -100,7 +100,7 @@ def split(
             pages_gmem,  # i32[batch, max_pages_per_seq]
             scale_gmem,  # f32[1]
             rows_gmem,  # i32[batch, 8]
-            work_gmem,  # i32[teams, 12 + copies]
+            work_gmem,  # i32[teams, 13 + copies]
             out_gmem,  # [batch, num_q_heads, head_dim_v]
             lse_gmem,  # f32[batch, head_blocks, cols]
             o_gmem,  # f32[slots, head_blocks, num_splits, cols, lanes]
@@ -168,7 +168,7 @@ def split(
 
                     @pl.when(wanted)
                     def _() -> None:
-                        ids_smem[...] = access.load(pages_gmem.at[row, pl.ds(held, WARPGROUP)], ids_layout)
+                        ids_smem[...] = access.load(pages_gmem.at[rec.row, pl.ds(held, WARPGROUP)], ids_layout)
                         plgpu.commit_smem()
 
                     pages = lax.cond(
@@ -237,6 +237,11 @@ def split(
                 l=full((cols,), 0, PER_HEAD),
             )
 
+            no = jnp.bool_(False)
+
+            def choose(which: Any, a: SplitPartials, b: SplitPartials) -> SplitPartials:
+                return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))
+
             block = cta * kv_heads + wg
             head = block * tile.heads
             top = first_row(plan, block)
@@ -269,15 +274,15 @@ def split(
                 )
 
             def compute_split(u: Any, carry: Any) -> Any:
-                used, row, index, rec, whole, acc = carry
+                used, row, index, rec, whole, run_whole, acc, run = carry
                 low, high, steps = bounds(rec, index)
-                begins = index == 0
-                # Whether this CTA has folded the row from its first split on.
-                whole = whole | begins
+                begins, place = index == 0, lax.rem(index, jnp.int32(RUN_SPLITS))
+                # Whether this CTA has folded the row, and the run, from its first split on.
+                whole, run_whole = whole | begins, run_whole | (place == 0)
 
                 @pl.when(begins | (u == 0))
                 def _() -> None:
-                    load_q(row)
+                    load_q(rec.row)
 
                 def step(i: Any, carry: Any) -> Any:
                     used, o, m, l = carry
@@ -324,33 +329,38 @@ def split(
                     0, steps, step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
                 )
                 part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=over_tokens("add", l))
-                acc = SplitPartials(*(jnp.where(begins, x, y) for x, y in zip(none, acc, strict=True)))
-                acc = fold(acc, part, across)
+                run = fold(choose(place == 0, none, run), part, across)
                 ends = index == rec.splits - 1
+                run_ends = ends | (place == RUN_SPLITS - 1)
+                acc = choose(begins, none, acc)
+                acc = choose(run_ends, fold(acc, run, across), acc)
+                leaves = u == work.count - 1
+                finished = whole & (ends | leaves) if not tile.direct else whole & leaves & jnp.logical_not(ends)
+                slot = jnp.where(whole, work.last_slot, work.slot) if tile.direct else row
 
-                @pl.when(jnp.logical_not(whole))
+                @pl.when(jnp.logical_not(run_whole))
                 def _() -> None:
-                    write_partial(work.slot, index, part)
+                    write_partial(slot, index, part)
+
+                @pl.when(run_whole & jnp.where(run_ends, jnp.logical_not(whole), leaves))
+                def _() -> None:
+                    write_partial(slot, index - place, run)
+
+                # Of a row whose first run is cut, that run is all there is.
+                @pl.when(finished & (run_ends | (index >= RUN_SPLITS)))
+                def _() -> None:
+                    write_partial(slot, 0, acc)
 
                 if tile.direct:
 
-                    @pl.when(whole & jnp.logical_not(ends) & (u == work.count - 1))
-                    def _() -> None:
-                        write_partial(work.last_slot, 0, acc)
-
                     @pl.when(whole & ends)
                     def _() -> None:
-                        write_output(row, acc)
+                        write_output(rec.row, acc)
 
-                else:
+                whole, run_whole = whole & jnp.logical_not(ends), run_whole & jnp.logical_not(run_ends)
+                return used, *advance(row, index, rec), whole, run_whole, acc, run
 
-                    @pl.when(whole & (ends | (u == work.count - 1)))
-                    def _() -> None:
-                        write_partial(row, 0, acc)
-
-                return used, *advance(row, index, rec), whole & jnp.logical_not(ends), acc
-
-            lax.fori_loop(0, work.count, compute_split, (jnp.int32(0), *first, jnp.bool_(False), none))
+            lax.fori_loop(0, work.count, compute_split, (jnp.int32(0), *first, no, no, none, none))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel.__name__ = f"splitk_split_s{plan.num_splits}_t{step_kv}x{stages}"

@@ -1,4 +1,4 @@
-"""Combine kernel of the reference backend: a left fold over the splits of each row, in split order."""
+"""Combine kernel of the reference backend: folds the splits of each row, run by run, in split order."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import lax
 
 from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold
 from splitk_jax.kernels.reference import loops
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import RUN_SPLITS, DecodePlan
 
 
 def combine(
@@ -25,12 +25,15 @@ def combine(
         parts = lax.optimization_barrier(
             SplitPartials(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in flat))
         )
-        acc = lax.fori_loop(
-            1,
-            num_splits,
-            lambda s, acc: fold(acc, SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))),
-            SplitPartials(*(x[0] for x in parts)),
-        )
+
+        def at(s: jax.Array | int) -> SplitPartials:
+            return SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))
+
+        def fold_run(first: jax.Array | int) -> SplitPartials:
+            stop = jnp.minimum(first + RUN_SPLITS, num_splits)
+            return lax.fori_loop(first + 1, stop, lambda s, run: fold(run, at(s)), at(first))
+
+        acc = lax.fori_loop(1, plan.runs, lambda r, acc: fold(acc, fold_run(r * RUN_SPLITS)), fold_run(0))
         if sinks is not None:
             # A sink is one more logit whose value is 0: folded once, after every split.
             sink = SplitPartials(o=jnp.zeros_like(acc.o), m=sinks * LOG2E, l=jnp.ones_like(acc.l))
