@@ -6,7 +6,6 @@ page ids or the pool's size. That is the domain of the invariance guarantee.
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field, fields
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -92,7 +91,8 @@ class DecodePlan:
       step_kv: tokens that are loaded and multiplied at once.
       stages: steps whose loads the mosaic backend has in flight; None where the tile states none.
       heads_per_cta: query heads of one KV head that one CTA packs.
-      kv_heads_per_cta: KV heads that one CTA computes; more than 1 in the mosaic backend only.
+      kv_heads_per_cta: KV heads that one CTA computes.
+      warpgroups: warpgroups of a CTA of the mosaic backend that compute: each a KV head, or part of one's query heads.
       ctas: CTAs that one sequence launches at one split,
         `num_kv_heads / kv_heads_per_cta * ceil(group / heads_per_cta)`.
       backend: the kernels that serve it.
@@ -118,6 +118,7 @@ class DecodePlan:
     stages: int | None
     heads_per_cta: int
     kv_heads_per_cta: int
+    warpgroups: int
     ctas: int
     backend: str
     launch_ctas: int
@@ -131,7 +132,15 @@ class DecodePlan:
             whole_number(name, getattr(self, name), 1, 4096)
         for name in ("page_size", "row_capacity", "num_splits", "min_kv_per_split", "block_kv", "step_kv"):
             whole_number(name, getattr(self, name), 1, MAX_TOKENS)
-        for name in ("num_q_heads", "num_kv_heads", "heads_per_cta", "ctas", "launch_ctas"):
+        for name in (
+            "num_q_heads",
+            "num_kv_heads",
+            "heads_per_cta",
+            "kv_heads_per_cta",
+            "warpgroups",
+            "ctas",
+            "launch_ctas",
+        ):
             whole_number(name, getattr(self, name))
         for name in ("q_dtype", "kv_dtype"):
             dtype_name(name, getattr(self, name))
@@ -198,7 +207,7 @@ class DecodePlan:
             raise ValueError(f"num_seqs={num_seqs} must be at most max_decode_seqs={max_decode_seqs}")
         q_dtype, kv_dtype = dtype_name("q_dtype", q_dtype), dtype_name("kv_dtype", kv_dtype)
         tile = policy.tile(head_dim, kv_dtype, page_size)
-        kv_heads_per_cta, stages = _shared_cta(
+        shape, stages = _fitted(
             tile,
             group=num_q_heads // num_kv_heads,
             num_kv_heads=num_kv_heads,
@@ -208,8 +217,7 @@ class DecodePlan:
             itemsize=_itemsize(kv_dtype),
             target=policy.target,
         )
-        blocks = ceil_div(num_q_heads // num_kv_heads, tile.heads_per_cta)
-        ctas = num_kv_heads // kv_heads_per_cta * blocks
+        ctas = num_kv_heads // shape.kv_heads * shape.ctas_per_kv_head
         if policy.rule == "adaptive":
             row_capacity = num_seqs
         elif policy.rule == "legacy":
@@ -239,7 +247,8 @@ class DecodePlan:
             step_kv=tile.step_kv,
             stages=stages,
             heads_per_cta=tile.heads_per_cta,
-            kv_heads_per_cta=kv_heads_per_cta,
+            kv_heads_per_cta=shape.kv_heads,
+            warpgroups=shape.warpgroups,
             ctas=ctas,
             backend=policy.backend,
             launch_ctas=policy.sm_count,
@@ -257,12 +266,14 @@ class DecodePlan:
     @property
     def mosaic_tile(self) -> MosaicTile:
         """What one CTA of the mosaic backend holds."""
-        blocks = ceil_div(self.group, self.heads_per_cta)
+        parts = self.warpgroups // self.kv_heads_per_cta
+        blocks = ceil_div(self.group, self.heads_per_cta) * parts
         return MosaicTile(
             group=self.group,
             heads=ceil_div(self.group, blocks),
             blocks=blocks,
             kv_heads=self.kv_heads_per_cta,
+            parts=parts,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             page_size=self.page_size,
@@ -553,7 +564,7 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("splitk_jax", "jax", "jaxlib")}
 
 
-def _shared_cta(
+def _fitted(
     row: Tile,
     *,
     group: int,
@@ -563,16 +574,15 @@ def _shared_cta(
     page_size: int,
     itemsize: int,
     target: Target | None,
-) -> tuple[int, int | None]:
-    """KV heads of one CTA, and its stages, of what a tile row allows."""
-    if row.stages is None:
-        return 1, None
+) -> tuple[MosaicTile, int | None]:
+    """What of a tile row a CTA holds, and its stages; also where another backend serves: the tree is the same."""
     blocks = ceil_div(group, row.heads_per_cta)
     tile = MosaicTile(
         group=group,
         heads=ceil_div(group, blocks),
         blocks=blocks,
         kv_heads=1,
+        parts=1,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         page_size=page_size,
@@ -580,13 +590,15 @@ def _shared_cta(
         step_kv=row.step_kv,
         itemsize=itemsize,
     )
+    if row.stages is None:
+        return tile, None
     kib = None if target is None else target.smem_per_cta_kib
-    tile, stages = tile.fitted(
-        kv_heads=math.gcd(num_kv_heads, row.kv_heads_per_cta) if blocks == 1 else 1,
+    return tile.fitted(
+        num_kv_heads=num_kv_heads,
+        warpgroups=row.warpgroups,
         stages=row.stages,
         limit=None if kib is None else kib * 1024,
     )
-    return tile.kv_heads, stages
 
 
 def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:

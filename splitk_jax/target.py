@@ -175,7 +175,7 @@ TILE_KEYS = {
     "kv_dtype": Key(Choice(KV_DTYPES)),
     "page_size": Key(Whole(1, 1 << 20)),
     "heads_per_cta": Key(Whole(1, 256), required=True),
-    "kv_heads_per_cta": Key(Whole(1, 16)),
+    "warpgroups": Key(Whole(1, 2)),
     "block_kv": Key(Whole(1, 4096), required=True),
     "step_kv": Key(Whole(1, 16384), required=True),
     "stages": Key(Whole(1, 32)),
@@ -206,7 +206,8 @@ class Tile:
       kv_dtype: the K/V dtype it is for; None for any.
       page_size: tokens; the page size it is for; None for any.
       heads_per_cta: query heads of one KV head that one CTA packs.
-      kv_heads_per_cta: KV heads that one CTA of the mosaic backend computes, at most.
+      warpgroups: warpgroups of a CTA of the mosaic backend that compute, at most; each takes a KV head of its own, or a
+        part of the query heads of one.
       block_kv: tokens; the granularity of split edges.
       step_kv: tokens that are loaded and multiplied at once; a multiple of `block_kv`.
       stages: steps of one KV head whose loads one CTA of the mosaic backend has in flight, at most; None where it is
@@ -217,7 +218,7 @@ class Tile:
     kv_dtype: str | None = None
     page_size: int | None = None
     heads_per_cta: int
-    kv_heads_per_cta: int = 1
+    warpgroups: int = 1
     block_kv: int
     step_kv: int
     stages: int | None = None

@@ -24,7 +24,11 @@ SMEM_ALIGNMENT = 1024
 """Bytes; Mosaic aligns each buffer to it, as swizzled tiles need."""
 
 SHARED_STAGES = 3
-"""Stages that must fit for several KV heads to share a CTA: with fewer, loads and products take turns."""
+"""Stages that must fit for KV heads to share a CTA: with fewer, loads and products take turns."""
+
+WIDE_HEADS = 16
+"""Query heads of one KV head above which two warpgroups share them: a step's products and its softmax then take longer
+than its loads."""
 
 
 def _round_up(x: int, multiple: int) -> int:
@@ -37,9 +41,10 @@ class MosaicTile:
 
     Attributes:
       group: query heads of a KV head.
-      heads: query heads that a CTA packs, the columns of its products that count.
-      blocks: CTAs that share a KV head's group.
-      kv_heads: KV heads of a CTA, each computed by its own warpgroup.
+      heads: query heads that a warpgroup packs, the columns of its products that count.
+      blocks: warpgroups that share a KV head's group.
+      kv_heads: KV heads of a CTA.
+      parts: warpgroups of a CTA that share a KV head.
       head_dim, head_dim_v: lanes of a key and of a value.
       page_size, block_kv, step_kv: tokens of a page, between split edges, and of one pipeline stage.
       itemsize: bytes of a K/V element.
@@ -49,12 +54,23 @@ class MosaicTile:
     heads: int
     blocks: int
     kv_heads: int
+    parts: int
     head_dim: int
     head_dim_v: int
     page_size: int
     block_kv: int
     step_kv: int
     itemsize: int
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a CTA that compute; one more loads."""
+        return self.kv_heads * self.parts
+
+    @property
+    def ctas_per_kv_head(self) -> int:
+        """CTAs that share a KV head's group; more than one only where a CTA has one KV head."""
+        return self.blocks // self.parts
 
     @property
     def cols(self) -> int:
@@ -99,31 +115,41 @@ class MosaicTile:
 
     def smem_bytes(self, stages: int) -> int:
         """Bytes of shared memory that a CTA with this many stages needs."""
-        per_head = [
-            stages * self.step_kv * self.head_dim * self.itemsize,
-            stages * self.step_kv * self.rows_v * self.itemsize,
-            self.cols * self.head_dim * self.itemsize,
-            self.cols * self.step_kv * self.itemsize,
-            self.cols * self.rows_v * self.itemsize,
-            REDUCTION_BYTES,
+        stage = stages * self.kv_heads * self.step_kv
+        buffers = [
+            stage * self.head_dim * self.itemsize,
+            stage * self.rows_v * self.itemsize,
+            self.warpgroups * self.cols * self.head_dim * self.itemsize,
+            self.warpgroups * self.cols * self.step_kv * self.itemsize,
+            self.warpgroups * self.cols * self.rows_v * self.itemsize,
+            self.warpgroups * REDUCTION_BYTES,
+            stages * 4,
+            WARPGROUP * 4,
+            *[stages * 8] * 4,
         ]
-        buffers = [*(self.kv_heads * b for b in per_head), stages * 4, WARPGROUP * 4, *[stages * 8] * 4]
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
 
-    def fitted(self, *, kv_heads: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:
-        """The tile with as many KV heads as divide the model's and fit, and as many stages as fit then.
+    def fitted(self, *, num_kv_heads: int, warpgroups: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:
+        """The tile of one warpgroup, widened to as many as a CTA may have and have work for, and its stages.
 
         Args:
-          kv_heads: KV heads of the model that may share a CTA.
-          stages: steps of one KV head that may be in flight in a CTA.
+          num_kv_heads: of the model.
+          warpgroups: of a CTA, at most.
+          stages: steps of one KV head that may be in flight in a CTA; fewer where they do not fit.
           limit: bytes of shared memory of a CTA; None where it is not known.
         """
-        for shared in range(kv_heads, 0, -1):
-            if kv_heads % shared:
-                continue
-            tile, count = replace(self, kv_heads=shared), max(stages // shared, 1)
+
+        def fit(tile: MosaicTile) -> int:
+            count = max(stages // tile.kv_heads, 1)
             while limit is not None and count > 1 and tile.smem_bytes(count) > limit:
                 count -= 1
-            if shared == 1 or count >= SHARED_STAGES:
-                return tile, count
-        raise AssertionError("one KV head divides every number")
+            return count
+
+        if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == 0:
+            shared = replace(self, kv_heads=2)
+            if fit(shared) >= SHARED_STAGES:
+                return shared, fit(shared)
+        if warpgroups > 1 and self.heads > WIDE_HEADS and self.heads % 2 == 0:
+            halves = replace(self, heads=self.heads // 2, blocks=2 * self.blocks, parts=2)
+            return halves, fit(halves)
+        return self, fit(self)

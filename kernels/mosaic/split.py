@@ -77,7 +77,7 @@ def split(
     batch = q.shape[0]
     num_pages = k_pages.shape[0]
     step_kv, stages, cols, rows_v, dtype = plan.step_kv, plan.stages, tile.cols, tile.rows_v, q.dtype
-    kv_heads, head_blocks = tile.kv_heads, plan.num_kv_heads * tile.blocks
+    kv_heads, warpgroups, head_blocks = tile.kv_heads, tile.warpgroups, plan.num_kv_heads * tile.blocks
     assert stages is not None  # a plan of this backend has them
     sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window)
     slots = sched.merge.shape[0]
@@ -108,10 +108,10 @@ def split(
             l_gmem,  # f32[slots, head_blocks, num_splits, cols]
             k_smem,  # [stages, kv_heads, step_kv, head_dim]
             v_smem,  # [stages, kv_heads, step_kv, rows_v]
-            q_smem,  # [kv_heads, cols, head_dim]
-            p_smem,  # [kv_heads, cols, step_kv]
-            out_smem,  # [kv_heads, cols, rows_v]
-            reduce_smem,  # f32[kv_heads, ...]
+            q_smem,  # [warpgroups, cols, head_dim]
+            p_smem,  # [warpgroups, cols, step_kv]
+            out_smem,  # [warpgroups, cols, rows_v]
+            reduce_smem,  # f32[warpgroups, ...]
             bad_smem,  # i32[stages]
             ids_smem,  # i32[WARPGROUP]
             k_full,  # barriers[stages]
@@ -145,9 +145,9 @@ def split(
 
         first = (work.row, work.split, record)
 
-        @pl.when(wg == kv_heads)
+        @pl.when(wg == warpgroups)
         def _produce() -> None:
-            first_head = cta * kv_heads if tile.blocks == 1 else lax.div(cta, jnp.int32(tile.blocks))
+            first_head = lax.div(cta * kv_heads, jnp.int32(tile.ctas_per_kv_head))
             page_size = jnp.int32(plan.page_size)
 
             def load_split(u: Any, carry: Any) -> Any:
@@ -218,7 +218,7 @@ def split(
 
             lax.fori_loop(0, work.count, load_split, (jnp.int32(0), jnp.int32(NONE), *first))
 
-        @pl.when(wg < kv_heads)
+        @pl.when(wg < warpgroups)
         def _consume() -> None:
             scale = scale_gmem[0] * LOG2E
 
@@ -242,7 +242,8 @@ def split(
             def choose(which: Any, a: SplitPartials, b: SplitPartials) -> SplitPartials:
                 return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))
 
-            block = cta * kv_heads + wg
+            block = cta * warpgroups + wg
+            kv = 0 if kv_heads == 1 else wg
             head = block * tile.heads
             top = first_row(plan, block)
 
@@ -291,7 +292,7 @@ def split(
                     plgpu.barrier_wait(k_full.at[stage])
 
                     def qk(acc_ref: Any) -> jax.Array:
-                        plgpu.wgmma(acc_ref, k_smem.at[stage, wg], q_smem.at[wg].transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, k_smem.at[stage, kv], q_smem.at[wg].transpose((1, 0)))
                         return acc_ref[...]
 
                     s = pl.run_scoped(qk, plgpu.ACC((step_kv, cols), jnp.float32))
@@ -310,16 +311,17 @@ def split(
 
                     @pl.when(live < step_kv)
                     def _() -> None:
-                        # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
+                        # Masked by select: a weight of 0 would leave a NaN behind the sequence's end. Warpgroups that
+                        # share the values write the same to them.
                         for at in range(0, rows_v, ROWS):
-                            v = v_smem[stage, wg, :, pl.ds(at, ROWS)]
+                            v = v_smem[stage, kv, :, pl.ds(at, ROWS)]
                             dead = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA) >= live
-                            v_smem[stage, wg, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
+                            v_smem[stage, kv, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
 
                     plgpu.commit_smem()
 
                     def pv(acc_ref: Any) -> None:
-                        plgpu.wgmma(acc_ref, v_smem.at[stage, wg].transpose((1, 0)), p_smem.at[wg].transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, v_smem.at[stage, kv].transpose((1, 0)), p_smem.at[wg].transpose((1, 0)))
 
                     o = pl.run_state(pv)(plgpu.ACC.init(o))
                     plgpu.barrier_arrive(v_free.at[stage])
@@ -333,7 +335,7 @@ def split(
                 ends = index == rec.splits - 1
                 run_ends = ends | (place == RUN_SPLITS - 1)
                 acc = choose(begins, none, acc)
-                acc = choose(run_ends, fold(acc, run, across), acc)
+                acc = lax.cond(run_ends & whole, lambda: fold(acc, run, across), lambda: acc)
                 leaves = u == work.count - 1
                 finished = whole & (ends | leaves) if not tile.direct else whole & leaves & jnp.logical_not(ends)
                 slot = jnp.where(whole, work.last_slot, work.slot) if tile.direct else row
@@ -377,20 +379,20 @@ def split(
         scratch_types=[
             plgpu.SMEM((stages, kv_heads, step_kv, plan.head_dim), dtype, transforms=tiled),
             plgpu.SMEM((stages, kv_heads, step_kv, rows_v), dtype, transforms=tiled),
-            plgpu.SMEM((kv_heads, cols, plan.head_dim), dtype, transforms=tiled),
-            plgpu.SMEM((kv_heads, cols, step_kv), dtype, transforms=tiled),
-            plgpu.SMEM((kv_heads, cols, rows_v), dtype),
-            plgpu.SMEM((kv_heads, REDUCTION_BYTES // 4), jnp.float32),
+            plgpu.SMEM((warpgroups, cols, plan.head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((warpgroups, cols, step_kv), dtype, transforms=tiled),
+            plgpu.SMEM((warpgroups, cols, rows_v), dtype),
+            plgpu.SMEM((warpgroups, REDUCTION_BYTES // 4), jnp.float32),
             plgpu.SMEM((stages,), jnp.int32),
             plgpu.SMEM((WARPGROUP,), jnp.int32),
             plgpu.Barrier(num_arrivals=kv_heads * tile.copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=kv_heads * step_kv // tile.copy_rows_v, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=kv_heads, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=kv_heads, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         ],
         grid=(plan.ctas, plan.launch_teams),
         grid_names=("cta", "team"),
-        num_threads=kv_heads + 1,
+        num_threads=warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work)
