@@ -1,5 +1,7 @@
 """Combine kernel of the mosaic backend: continues the fold of the rows that more than one CTA computed."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +20,11 @@ from splitk_jax.plan import RUN_SPLITS, DecodePlan
 from splitk_jax.policy import ceil_div
 from splitk_jax.tiles import WARPGROUP
 
-WARPGROUPS = 8
-"""Warpgroups of a CTA, at most: each folds a run of splits while the others fold theirs."""
+AHEAD = 64
+"""Floats of partials that a thread has in flight where a batch has one row."""
 
-RESIDENT_WARPGROUPS = 16
-"""Warpgroups that an SM holds at once; more in a launch take turns."""
+AHEAD_OF_MANY = 16
+"""The same where it has several: in few registers, so that an SM holds the CTAs of many rows at once."""
 
 
 def combine(
@@ -37,9 +39,10 @@ def combine(
     out, lse, partials, scheduled = launched
     batch = out.shape[0]
     if plan.num_splits > 1 or not tile.direct:
-        slots, head_blocks, num_splits = partials.o.shape[:3]
-        resident = RESIDENT_WARPGROUPS * plan.launch_ctas // (tile.heads * head_blocks * slots)
-        width = max(min(plan.runs, WARPGROUPS, resident), 1)
+        slots, _, num_splits = partials.o.shape[:3]
+        # Runs of a chunk, whose partials are in flight together.
+        ahead = AHEAD if batch == 1 else AHEAD_OF_MANY
+        runs = min(max(ahead * WARPGROUP // tile.lanes // RUN_SPLITS, 1), plan.runs)
         layout = plgpu.Layout.WG_STRIDED((tile.lanes,), tile.lanes // WARPGROUP)
 
         def kernel(
@@ -51,13 +54,7 @@ def combine(
             lse_gmem: Any,  # f32[batch, head_blocks, cols]
             out_smem: Any,  # [lanes]
             lse_smem: Any,  # f32[lanes]
-            o_smem: Any,  # f32[width, lanes]
-            m_smem: Any,  # f32[width, lanes]
-            l_smem: Any,  # f32[width, lanes]
-            folded: Any,  # barrier
-            taken: Any,  # barrier
         ) -> None:
-            wg = lax.axis_index("wg")
             n, block, slot = (lax.axis_index(name) for name in ("head", "block", "slot"))
             head = block * tile.heads + n
             col = head - first_row(plan, block)
@@ -70,49 +67,64 @@ def combine(
                     l=jnp.full((tile.lanes,), l_gmem[at]),
                 )
 
-            def load_run(first: Any) -> list[SplitPartials]:
-                return [load(jnp.minimum(first + s, num_splits - 1)) for s in range(1, RUN_SPLITS)]
-
             def choose(which: Any, a: SplitPartials, b: SplitPartials) -> SplitPartials:
                 return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))
 
             def fold_two(a: SplitPartials, b: SplitPartials) -> SplitPartials:
                 return fold(a, b, lambda x: x)
 
-            # Loaded before the record says what was written, and looked at only after; of one row, all of it.
-            first = jnp.minimum(wg * RUN_SPLITS, num_splits - 1)
-            whole, prefix = load(first), load(0)
-            rest = load_run(first) if batch == 1 else None
+            def load_chunk(first: Any, written: Callable[[int], Any]) -> list[SplitPartials]:
+                """The partials of the splits from `first` on; of one that was not written, the first's in its place."""
+                count = min(runs * RUN_SPLITS, num_splits)
+                return [load(jnp.where(written(s), first + s, first)) for s in range(count)]
+
+            def all_written(s: int) -> bool:
+                del s
+                return True
+
+            # Loaded before the record says what was written, and looked at only after: of one row, a whole chunk.
+            guessed = load_chunk(0, all_written) if batch == 1 else [load(0)]
             item = Merge(*(merge_gmem[slot, c] for c in range(schedule.MERGE_RUNS)))
-            runs = ceil_div(item.splits, RUN_SPLITS)
 
-            def fold_run(i: Any, whole: SplitPartials, rest: list[SplitPartials] | None) -> None:
-                run = i * width + wg
-                first = run * RUN_SPLITS
+            def fold_chunk(i: Any, acc: SplitPartials, parts: list[SplitPartials] | None = None) -> SplitPartials:
+                first = i * runs * RUN_SPLITS
+                # Past the tree's last run there is no record, and no split either.
+                run = [jnp.minimum(i * runs + r, plan.runs - 1) for r in range(runs)]
+                held = [merge_gmem[slot, schedule.MERGE_RUNS + r] for r in run]
 
-                @pl.when((first >= item.prefix) & (first < item.splits))
-                def _() -> None:
-                    held = merge_gmem[slot, schedule.MERGE_RUNS + run]
+                def written(s: int) -> Any:
+                    r, place = divmod(s, RUN_SPLITS)
+                    return (first + s < item.splits) & (place == 0 or place >= held[r])
 
-                    def cut() -> SplitPartials:
-                        acc = whole
-                        for s, part in enumerate(load_run(first) if rest is None else rest, 1):
-                            acc = choose((s >= held) & (first + s < item.splits), fold_two(acc, part), acc)
-                        return acc
+                parts = load_chunk(first, written) if parts is None else parts
+                for at in range(0, len(parts), RUN_SPLITS):
+                    whole, *rest = parts[at : at + RUN_SPLITS]
 
-                    folded = lax.cond(held < RUN_SPLITS, cut, lambda: whole)
-                    for smem, x in zip((o_smem, m_smem, l_smem), folded, strict=True):
-                        smem[wg] = x
+                    def fold_run(whole: SplitPartials = whole, rest: Any = rest, at: int = at) -> SplitPartials:
+                        run = whole
+                        for s, part in enumerate(rest, at + 1):
+                            run = choose(written(s), fold_two(run, part), run)
+                        return run
 
-            def fold_runs(i: Any, acc: SplitPartials) -> SplitPartials:
-                def step(w: Any, acc: SplitPartials) -> SplitPartials:
-                    part = SplitPartials(*(access.load(x.at[w], layout) for x in (o_smem, m_smem, l_smem)))
-                    return fold_two(acc, part)
+                    live = (first + at >= item.prefix) & (first + at < item.splits)
+                    if batch == 1:  # most runs are cut, and what does not branch overlaps
+                        acc = choose(live, fold_two(acc, fold_run()), acc)
+                    else:
+                        cut = held[at // RUN_SPLITS] < RUN_SPLITS
+                        fold_it = functools.partial(lax.cond, cut, fold_run, lambda whole=whole: whole)
+                        acc = lax.cond(live, lambda acc=acc, it=fold_it: fold_two(acc, it()), lambda acc=acc: acc)
+                return acc
 
-                first = lax.div(item.prefix + (RUN_SPLITS - 1), jnp.int32(RUN_SPLITS)) - i * width
-                return lax.fori_loop(jnp.clip(first, 0, width), jnp.clip(runs - i * width, 0, width), step, acc)
-
-            def write(acc: SplitPartials) -> None:
+            @pl.when(item.splits > 0)
+            def _() -> None:
+                none = SplitPartials(*(jnp.full_like(x, e) for x, e in zip(guessed[0], (0, -jnp.inf, 0), strict=True)))
+                acc = choose(item.prefix > 0, guessed[0], none)
+                first = lax.div(item.prefix, jnp.int32(runs * RUN_SPLITS))
+                stop = ceil_div(item.splits, runs * RUN_SPLITS)
+                if batch == 1:
+                    acc, first = fold_chunk(0, acc, guessed), jnp.maximum(first, 1)
+                if batch > 1 or plan.runs > runs:
+                    acc = lax.fori_loop(first, stop, fold_chunk, acc)
                 out, lse = finish(acc, lambda x: x)
                 lse_smem[...] = lse
                 if plan.head_dim_v == tile.lanes:
@@ -125,51 +137,14 @@ def combine(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 lse_gmem[item.row, block, col] = lse_smem[0]
 
-            @pl.when(item.splits > 0)
-            def _() -> None:
-                fold_run(0, whole, rest)
-                plgpu.barrier_arrive(folded)
-                turns = ceil_div(runs, width)
-
-                @pl.when(wg > 0)
-                def _() -> None:
-                    @pl.loop(1, turns)
-                    def _(i: Any) -> None:
-                        plgpu.barrier_wait(taken)
-                        fold_run(i, load(jnp.minimum((i * width + wg) * RUN_SPLITS, num_splits - 1)), None)
-                        plgpu.barrier_arrive(folded)
-
-                @pl.when(wg == 0)
-                def _() -> None:
-                    def turn(i: Any, acc: SplitPartials) -> SplitPartials:
-                        plgpu.barrier_arrive(taken)
-                        fold_run(i, load(jnp.minimum(i * width * RUN_SPLITS, num_splits - 1)), None)
-                        plgpu.barrier_arrive(folded)
-                        plgpu.barrier_wait(folded)
-                        return fold_runs(i, acc)
-
-                    none = SplitPartials(*(jnp.full_like(x, e) for x, e in zip(prefix, (0, -jnp.inf, 0), strict=True)))
-                    acc = choose(item.prefix > 0, prefix, none)
-                    acc = SplitPartials(*(plgpu.layout_cast(x, layout) for x in acc))
-                    plgpu.barrier_wait(folded)
-                    write(lax.fori_loop(1, turns, turn, fold_runs(0, acc)))
-
         kernel.__name__ = f"splitk_combine_s{num_splits}"
         out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
         plgpu.kernel(
             kernel,
             out_type=(),
-            scratch_types=[
-                plgpu.SMEM((tile.lanes,), out.dtype),
-                plgpu.SMEM((tile.lanes,), jnp.float32),
-                *[plgpu.SMEM((width, tile.lanes), jnp.float32)] * 3,
-                plgpu.Barrier(num_arrivals=width),
-                plgpu.Barrier(num_arrivals=1),
-            ],
-            grid=(tile.heads, head_blocks, slots),
+            scratch_types=[plgpu.SMEM((tile.lanes,), out.dtype), plgpu.SMEM((tile.lanes,), jnp.float32)],
+            grid=(tile.heads, partials.o.shape[1], slots),
             grid_names=("head", "block", "slot"),
-            num_threads=width,
-            thread_name="wg",
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(scheduled.merge, *partials, out_ref, lse_ref)
         # Without the barrier XLA lets a call whose result goes into a slice, as a scan's stacked output does, write to
