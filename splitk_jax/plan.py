@@ -244,7 +244,7 @@ class DecodePlan:
             min_kv_per_split=policy.min_kv_per_split,
             split_size=policy.split_size if policy.rule == "fixed_size" else None,
             block_kv=tile.block_kv,
-            step_kv=tile.step_kv,
+            step_kv=shape.step_kv,
             stages=stages,
             heads_per_cta=tile.heads_per_cta,
             kv_heads_per_cta=shape.kv_heads,

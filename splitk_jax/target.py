@@ -209,9 +209,9 @@ class Tile:
       warpgroups: warpgroups of a CTA of the mosaic backend that compute, at most; each takes a KV head of its own, or a
         part of the query heads of one.
       block_kv: tokens; the granularity of split edges.
-      step_kv: tokens that are loaded and multiplied at once; a multiple of `block_kv`.
-      stages: steps of one KV head whose loads one CTA of the mosaic backend has in flight, at most; None where it is
-        not used.
+      step_kv: tokens that are loaded and multiplied at once, of all KV heads of a CTA together; a multiple of
+        `block_kv`.
+      stages: steps whose loads a CTA of the mosaic backend has in flight, at most; None where it is not used.
     """
 
     head_dim: int | None = None

@@ -130,23 +130,25 @@ class MosaicTile:
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
 
     def fitted(self, *, num_kv_heads: int, warpgroups: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:
-        """The tile of one warpgroup, widened to as many as a CTA may have and have work for, and its stages.
+        """The tile of one warpgroup, widened to two where a CTA may have two and has work for them, and its stages.
 
         Args:
           num_kv_heads: of the model.
           warpgroups: of a CTA, at most.
-          stages: steps of one KV head that may be in flight in a CTA; fewer where they do not fit.
+          stages: of a CTA, at most; fewer where they do not fit.
           limit: bytes of shared memory of a CTA; None where it is not known.
         """
 
         def fit(tile: MosaicTile) -> int:
-            count = max(stages // tile.kv_heads, 1)
+            count = stages
             while limit is not None and count > 1 and tile.smem_bytes(count) > limit:
                 count -= 1
             return count
 
-        if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == 0:
-            shared = replace(self, kv_heads=2)
+        half = self.step_kv // 2
+        if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == half % ROWS == half % self.block_kv == 0:
+            # Two KV heads of half as many tokens: as many bytes in a stage.
+            shared = replace(self, kv_heads=2, step_kv=half)
             if fit(shared) >= SHARED_STAGES:
                 return shared, fit(shared)
         if warpgroups > 1 and self.heads > WIDE_HEADS and self.heads % 2 == 0:

@@ -15,12 +15,18 @@ import jax.numpy as jnp
 from splitk_jax.plan import RUN_SPLITS, DecodePlan
 from splitk_jax.policy import ceil_div
 
-SPLIT_OVERHEAD = 0.5
-"""What a split costs beside its tokens, in pipeline steps: its fold and its write."""
+SPLIT_OVERHEAD = 0.1
+"""What a split costs beside its tokens, in pipeline steps: its fold, of which most hides behind the loads."""
 
 ALIGNED = 0.08
 """How much more or less than its share a team may get so that a row is whole, or shared by whole teams: of a row that a
 boundary cuts, partials are written and read again."""
+
+EXCESS = (0.04, 0.08, 0.12, 0.16, 0.2, 0.25)
+"""How much more than its share, in shares, a team may get where rows come in whole teams; tried in order."""
+
+COARSE = 0.125
+"""Shares that a split of a long row costs from which on the row gets whole teams."""
 
 SNAP = 0.04
 """How far from its share, in shares, a boundary moves to lie between two rows or two runs of splits."""
@@ -133,22 +139,28 @@ def make_schedule(
 
     def costs(rec: Row) -> tuple[jax.Array, jax.Array]:
         """What a split of each row and what the row costs, in pipeline steps."""
-        split_cost = jnp.minimum(rec.span, rec.tokens).astype(jnp.float32) / plan.step_kv + SPLIT_OVERHEAD
-        return split_cost, rec.splits.astype(jnp.float32) * split_cost
+        splits, tokens = (x.astype(jnp.float32) for x in (rec.splits, rec.tokens - rec.start))
+        cost = tokens / plan.step_kv + SPLIT_OVERHEAD * splits
+        return cost / splits, cost
 
     def upto(x: jax.Array) -> jax.Array:
         """Sums up to and including each row."""
         return jnp.sum(jnp.where(jnp.arange(batch)[:, None] >= jnp.arange(batch)[None, :], x[None, :], 0), axis=1)
 
-    # Rows that some number of whole teams computes within the tolerance come first, and get them; if that leaves the
-    # others too few, no row does.
+    # Rows that some number of whole teams computes come first, and get them: long rows of long splits, which share no
+    # team well, and rows that fill their teams. Tried with the least excess over a team's share first.
     split_cost, cost = costs(rec)
     share = jnp.sum(cost) / teams
-    most = jnp.maximum(jnp.floor((1 + ALIGNED) * share / split_cost).astype(jnp.int32), 1)
-    whole_teams = ceil_div(rec.splits, most)
-    snug = cost >= (1 - ALIGNED) * share * whole_teams.astype(jnp.float32)
-    left = teams - jnp.sum(jnp.where(snug, whole_teams, 0))
-    snug = snug & (jnp.sum(jnp.where(snug, 0.0, cost)) <= (1 + ALIGNED / 2) * share * left.astype(jnp.float32))
+    limit = (1 + jnp.array(EXCESS, jnp.float32))[:, None] * share
+    most = jnp.maximum(jnp.floor(limit / split_cost[None, :]).astype(jnp.int32), 1)
+    whole_teams = ceil_div(rec.splits[None, :], most)
+    snug = cost[None, :] >= (1 - ALIGNED) * share * whole_teams.astype(jnp.float32)
+    snug = snug | ((cost > share) & (split_cost > COARSE * share))[None, :]
+    left = teams - jnp.sum(jnp.where(snug, whole_teams, 0), axis=1)
+    rest = jnp.sum(jnp.where(snug, 0.0, cost[None, :]), axis=1)
+    fits = rest <= limit[:, 0] * left.astype(jnp.float32)
+    which = jnp.argmax(fits)
+    snug, whole_teams = snug[which] & fits[which], whole_teams[which]
     ahead = upto(snug.astype(jnp.int32))
     place = jnp.where(snug, ahead - 1, ahead[-1] + jnp.arange(batch) - ahead)
     order = jnp.sum(jnp.where(place[None, :] == jnp.arange(batch)[:, None], jnp.arange(batch)[None, :], 0), axis=1)
