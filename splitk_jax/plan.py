@@ -145,6 +145,12 @@ class DecodePlan:
         for name in ("q_dtype", "kv_dtype"):
             dtype_name(name, getattr(self, name))
         _require_groups(self.num_q_heads, self.num_kv_heads)
+        if self.num_kv_heads % self.kv_heads_per_cta:
+            raise ValueError(f"kv_heads_per_cta={self.kv_heads_per_cta} must divide num_kv_heads={self.num_kv_heads}")
+        if self.warpgroups not in (self.kv_heads_per_cta, 2 * self.kv_heads_per_cta):
+            raise ValueError(
+                f"warpgroups={self.warpgroups} must be one or two for each of kv_heads_per_cta={self.kv_heads_per_cta}"
+            )
         for name, multiple in (("step_kv", self.step_kv), ("split_size", self.split_size)):
             if multiple is not None and whole_number(name, multiple) % self.block_kv:
                 raise ValueError(f"{name}={multiple} must be a multiple of block_kv={self.block_kv}")
@@ -478,8 +484,8 @@ class DecodePlan:
             f" page {self.page_size}, q {self.q_dtype}, KV {self.kv_dtype}, up to {self.row_capacity} sequences",
             "",
             f"num_splits       {self.num_splits} = {facts['formula']}",
-            f"CTAs a sequence  {self.ctas} = {self.num_kv_heads} KV heads * ceil(group {self.group} /"
-            f" {self.heads_per_cta} heads a CTA), at one split",
+            f"CTAs a sequence  {self.ctas} = {self.num_kv_heads} KV heads / {self.kv_heads_per_cta} a CTA *"
+            f" ceil(group {self.group} / {self.heads_per_cta} heads a CTA), at one split",
             f"batch-invariant  {invariant}",
             f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
             *self._launch_lines(facts["launch"]),
@@ -532,7 +538,8 @@ class DecodePlan:
             return []
         return [
             f"launch           {launch['ctas']} CTAs at every batch, {launch['teams']} teams of {self.ctas};"
-            f" {launch['smem_bytes']} bytes of shared memory each, {self.stages} stages"
+            f" {launch['smem_bytes']} bytes of shared memory each, {self.stages} stages,"
+            f" {self.warpgroups + 1} warpgroups"
         ]
 
     def _formula(self) -> str:

@@ -339,7 +339,7 @@ def test_a_fault_keeps_its_traceback(monkeypatch):
 def test_pinned_counts_are_those_that_make_other_trees():
     policy = sk.load_policy("h200", environ={}, ahead_of_time=True, min_kv_per_split=256)
     plan = bench.plan_for(policy, equal("llama3-8b", 4, 8 * K))
-    assert plan.num_splits == 32
+    assert plan.num_splits == 33
     for tokens, counts in ((200, [1]), (256, [1]), (257, [1, 2]), (1 * K, [1, 2, 4]), (8 * K, [1, 2, 4, 8, 16, 32])):
         assert bench.pinned_counts(plan, equal("llama3-8b", 4, tokens)) == counts
     assert bench.pinned_counts(plan, equal("llama3-8b", 1, 128 * K)) == list(bench.PINNED)

@@ -66,14 +66,14 @@ def test_explain():
     args = [*EXPLAIN, "--target-waves", "2"]
     done = run(*args)
     assert done.exit_code == 0
-    assert "num_splits       32 = clamp(2 waves * max(132 SMs // 8 CTAs, 1), 1, max_splits 64)" in done.output
-    assert json.loads(run(*args, "--json").output)["plan"]["num_splits"] == 32
+    assert "num_splits       66 = clamp(2 waves * max(132 SMs // 4 CTAs, 1), 1, max_splits 132)" in done.output
+    assert json.loads(run(*args, "--json").output)["plan"]["num_splits"] == 66
 
 
 @pytest.mark.parametrize(("text", "count"), [("11", 11), ("off", 1)])
 def test_explain_under_the_environment(text, count):
     done = run(*EXPLAIN, env={"SPLITK_JAX_SPLITS": text})
-    assert f"num_splits       {count} = clamp({count} pinned, 1, max_splits 64)" in done.output
+    assert f"num_splits       {count} = clamp({count} pinned, 1, max_splits 132)" in done.output
     assert "environment variable SPLITK_JAX_SPLITS" in done.output
 
 

@@ -20,6 +20,7 @@ from splitk_jax.checks import MOSAIC_JAX
 from splitk_jax.kernels.mosaic.schedule import (
     ALIGNED,
     MERGE_RUNS,
+    SNAP,
     SPLIT_OVERHEAD,
     WORK_PAGES,
     WORK_ROW,
@@ -314,17 +315,20 @@ class TestSharedMemory:
 
     def test_a_tile_that_does_not_fit_is_refused_with_both_numbers(self):
         plan = Case().plan()
-        needed = plan.mosaic_tile.smem_bytes(7)
+        needed = plan.mosaic_tile.smem_bytes(4)
         assert needed > 227 * 1024
         with pytest.raises(
-            ValueError, match=rf"stages=7 of step_kv=64 tokens need {needed} bytes.*h200 has {227 * 1024} a CTA"
+            ValueError, match=rf"stages=4 of step_kv=64 tokens need {needed} bytes.*h200 has {227 * 1024} a CTA"
         ):
-            dataclasses.replace(plan, stages=7)
-        with pytest.raises(ValueError, match="bytes of shared memory at head_dim=128, head_dim_v=256"):
-            Case(head_dim_v=256).plan()
+            dataclasses.replace(plan, stages=4)
+        long = with_tile(plan.policy, step_kv=512, stages=1)
+        with pytest.raises(ValueError, match="bytes of shared memory at head_dim=128, head_dim_v=128"):
+            Case().plan(long)
 
-    def test_the_limit_is_the_targets(self):
+    def test_as_much_as_fits_the_targets_limit(self):
+        """KV heads share a CTA where three stages of them fit; else one has a CTA, and as many stages as fit."""
         plan = Case().plan()
+        assert (plan.kv_heads_per_cta, plan.warpgroups, plan.step_kv, plan.stages) == (2, 2, 64, 3)
         needed = plan.mosaic_tile.smem_bytes(plan.stages)
 
         def on(kib):
@@ -333,8 +337,36 @@ class TestSharedMemory:
 
         assert on(-(-needed // 1024)) == plan
         assert on(None) == plan
-        with pytest.raises(ValueError, match=f"need {needed} bytes"):
-            on(-(-needed // 1024) - 1)
+        less = on(-(-needed // 1024) - 1)
+        assert (less.kv_heads_per_cta, less.warpgroups, less.step_kv, less.stages) == (1, 1, 128, 3)
+        least = dataclasses.replace(less, stages=1).mosaic_tile.smem_bytes(1)
+        assert on(-(-least // 1024)).stages == 1
+        with pytest.raises(ValueError, match=f"stages=1 of step_kv=128 tokens need {least} bytes"):
+            on(-(-least // 1024) - 1)
+
+    @pytest.mark.parametrize(
+        ("heads", "shares", "warpgroups", "in_each"),
+        [
+            ((32, 8), 2, 2, 4),
+            ((32, 32), 2, 2, 1),
+            ((9, 3), 1, 1, 3),  # an odd number of KV heads
+            ((16, 1), 1, 1, 16),
+            ((32, 1), 1, 2, 16),  # a wide group, halved
+            ((33, 1), 1, 1, 33),  # in two unequal halves it would be
+            ((96, 4), 1, 2, 12),  # too wide for three stages of two KV heads
+            ((128, 1), 1, 2, 32),  # two CTAs of two halves
+        ],
+        ids=lambda x: str(x),
+    )
+    def test_what_the_warpgroups_of_a_cta_share(self, heads, shares, warpgroups, in_each):
+        plan = Case(heads).plan()
+        tile = plan.mosaic_tile
+        assert (plan.kv_heads_per_cta, plan.warpgroups, tile.heads) == (shares, warpgroups, in_each)
+        assert plan.ctas * plan.warpgroups * tile.heads == plan.num_q_heads
+        assert tile.smem_bytes(plan.stages) <= 227 * 1024
+        # The tree does not depend on which backend serves it.
+        other = Case(heads).plan(sk.load_policy("h200", environ={}, backend="reference"))
+        assert (other.num_splits, other.block_kv, other.step_kv) == (plan.num_splits, plan.block_kv, plan.step_kv)
 
 
 def with_tile(policy, **changes):
@@ -552,7 +584,7 @@ class Replay:
             slot = row if not plan.mosaic_tile.direct else team.last_slot if whole else team.slot
             if not run_whole:
                 self.write(plan, slot, split, (row, split, split + 1))
-            elif leaves and not run_ends or run_ends and not whole:
+            elif (leaves and not run_ends) or (run_ends and not whole):
                 self.write(plan, slot, split - place, (row, split - place, split + 1))
             if whole and ends and plan.mosaic_tile.direct:
                 self.finished[row] += 1
@@ -582,7 +614,7 @@ class Replay:
 
     def cost(self, row, plan):
         """What the schedule takes a split of a row to cost, in steps."""
-        return min(self.rows[row].span, self.rows[row].tokens) / plan.step_kv + SPLIT_OVERHEAD
+        return self.rows[row].tokens / self.rows[row].splits / plan.step_kv + SPLIT_OVERHEAD
 
 
 class TestSchedule:
@@ -632,10 +664,10 @@ class TestSchedule:
                     logical = np.minimum(tokens, high - 1) // plan.page_size
                     assert (replay.pages[team, i] == tables[replay.rows[work.row].row, logical]).all()
 
-            # No team has more than its share by more than a split, beside what keeps rows whole.
+            # No team has more than its share by more than two splits, beside what keeps rows whole.
             costs = [sum(replay.cost(row, plan) for row, _ in team) for team in replay.teams]
             largest = max(replay.cost(row, plan) for row in range(case.batch))
-            assert max(costs) <= np.mean(costs) * (1 + 2 * ALIGNED) + largest
+            assert max(costs) <= np.mean(costs) * (1 + ALIGNED + SNAP) + 1.75 * largest
 
     def test_the_replayed_plans_are_what_they_say(self):
         plans = {name: case.plan() for name, case in SCHEDULES.items()}
@@ -644,7 +676,7 @@ class TestSchedule:
         }  # fmt: skip
         teams = {name: plan.launch_teams for name, plan in plans.items()}
         assert teams["one-team"] == teams["more-ctas-than-sms"] == 1
-        assert teams["group1-few-teams"] == 2
+        assert teams["group1-few-teams"] == 4
         assert teams["as-many-teams-as-sms"] == 132
         assert teams["far-more-teams-than-splits"] == 4000
         assert {plan.mosaic_tile.direct for plan in plans.values()} == {True, False}
@@ -666,8 +698,8 @@ class TestSchedule:
 
     def test_a_last_team_without_work_merges_nothing(self):
         """It begins past the last row, which another team has written: a merge would put scratch over its output."""
-        lengths = np.array([199, 9, 1, 1, 866, 1982, 155, 431, 91, 2386, 885, 1, 1250, 1, 432, 4, 1312], np.int32)
-        plan = Case(splits="off").plan()
+        lengths = np.array([89, 12, 33, 1, 2, 260, 214, 164, 24, 3908, 3412, 294, 220, 301, 25, 3, 397], np.int32)
+        plan = dataclasses.replace(Case(splits="off").plan(), launch_ctas=66)
         assert plan.launch_teams < len(lengths)
         replay = Replay(plan, make_schedule(lengths, np.zeros((17, 256), np.int32), plan=plan, window=None))
         assert replay.teams[-1] == []

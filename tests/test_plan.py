@@ -170,6 +170,8 @@ class TestPlanIsAValue:
             ("num_splits", 0, ValueError, "num_splits=0 is out of range"),
             ("num_splits", True, TypeError, "num_splits=True must be a static whole number"),
             ("num_q_heads", 33, ValueError, "num_q_heads=33 must be a multiple of num_kv_heads=8"),
+            ("kv_heads_per_cta", 3, ValueError, "kv_heads_per_cta=3 must divide num_kv_heads=8"),
+            ("warpgroups", 3, ValueError, "warpgroups=3 must be one or two for each of kv_heads_per_cta=2"),
             ("step_kv", 100, ValueError, "step_kv=100 must be a multiple of block_kv="),
             ("split_size", 100, ValueError, "split_size=100 must be a multiple of block_kv="),
             ("kv_dtype", "int8", NotImplementedError, "kv_dtype=int8: quantised KV"),
@@ -263,28 +265,28 @@ class TestFingerprint:
 
 class TestExplain:
     def test_shows_the_decision(self):
-        settings = {"splits": "auto", "target_waves": 2, "min_kv_per_split": 256, "backend": "reference"}
+        settings = {"splits": "auto", "min_kv_per_split": 256, "backend": "reference"}
         text = sk.load_policy("h200", environ={}, **settings).plan(**SHAPE).explain()
         for line in (
             "h200: NVIDIA H200, sm_90, 132 SMs",
-            "num_splits       33 = clamp(ceil(2 waves * 132 SMs / 8 CTAs), 1, max_splits 64)",
-            "CTAs a sequence  8 = 8 KV heads * ceil(group 4 / 64 heads a CTA), at one split",
+            "num_splits       33 = clamp(ceil(1 waves * 132 SMs / 4 CTAs), 1, max_splits 132)",
+            "CTAs a sequence  4 = 8 KV heads / 2 a CTA * ceil(group 4 / 64 heads a CTA), at one split",
             "workspace        35.14 MB of float32 partials",
-            "     1       33     264     2.0              8            0.06",
+            "     1       33    132     1.0              4            0.03",
             "  16384              32              512   67.11 MB                  13.98",
             "splits             auto        argument splits",
-            "max_splits         64          configs/h200.toml [policy] max_splits",
+            "max_splits         132         configs/h200.toml [policy] max_splits",
         ):
             assert line in text
 
     @pytest.mark.parametrize(
         ("splits", "formula"),
         [
-            ("balanced", "clamp(2 waves * max(132 SMs // 8 CTAs, 1), 1, max_splits 64)"),
-            ("legacy", "min(132 SMs // (32 query heads * max(4 sequences, 64 rows)) or 1, max_splits 64)"),
-            ("adaptive", "clamp(ceil(132 CTAs / (4 sequences * 8 CTAs)), 1, min(max_splits 64, 8192 tokens // 128))"),
+            ("balanced", "clamp(2 waves * max(132 SMs // 4 CTAs, 1), 1, max_splits 132)"),
+            ("legacy", "min(132 SMs // (32 query heads * max(4 sequences, 64 rows)) or 1, max_splits 132)"),
+            ("adaptive", "clamp(ceil(132 CTAs / (4 sequences * 4 CTAs)), 1, min(max_splits 132, 8192 tokens // 128))"),
             ("fixed_size", "ceil(8192 tokens / 512 a split)"),
-            (11, "clamp(11 pinned, 1, max_splits 64)"),
+            (11, "clamp(11 pinned, 1, max_splits 132)"),
         ],
     )
     def test_formula_of_each_rule(self, splits, formula):
@@ -295,7 +297,7 @@ class TestExplain:
     def test_formula_of_more_ctas_than_sms(self):
         policy = sk.load_policy("h200", environ={}, target_waves=3)
         plan = policy.plan(**SHAPE | {"num_q_heads": 264, "num_kv_heads": 264})
-        assert "num_splits       3 = clamp(3 waves * max(132 SMs // 264 CTAs, 1), 1, max_splits 64)" in plan.explain()
+        assert "num_splits       3 = clamp(3 waves * max(132 SMs // 132 CTAs, 1), 1, max_splits 132)" in plan.explain()
 
     def test_report_is_json_and_counts_as_the_tree_does(self):
         plan = sk.load_policy("h200", environ={}).plan(**SHAPE)

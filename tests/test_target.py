@@ -59,6 +59,7 @@ def document():
                     "kv_dtype": "bfloat16",
                     "page_size": 16,
                     "heads_per_cta": 64,
+                    "warpgroups": 2,
                     "block_kv": 64,
                     "step_kv": 128,
                     "stages": 3,
@@ -151,6 +152,7 @@ class TestEveryKeyHasAReader:
         "tile.block_kv": 128,
         "tile.step_kv": 64,
         "tile.page_size": 64,
+        "tile.warpgroups": 1,
         "tile.stages": 2,
     }
 

@@ -158,7 +158,10 @@ def make_schedule(
     snug = snug | ((cost > share) & (split_cost > COARSE * share))[None, :]
     left = teams - jnp.sum(jnp.where(snug, whole_teams, 0), axis=1)
     rest = jnp.sum(jnp.where(snug, 0.0, cost[None, :]), axis=1)
-    fits = rest <= limit[:, 0] * left.astype(jnp.float32)
+    # Of ranges cut at the nearest split, the largest has about three quarters of a long row's split too much.
+    cut = jnp.max(jnp.where(cost > share, split_cost, 0.0)) * 0.75
+    better = limit[:, 0] - share <= jnp.maximum(ALIGNED * share, cut)
+    fits = better & (rest <= limit[:, 0] * left.astype(jnp.float32))
     which = jnp.argmax(fits)
     snug, whole_teams = snug[which] & fits[which], whole_teams[which]
     ahead = upto(snug.astype(jnp.int32))
@@ -183,7 +186,8 @@ def make_schedule(
     edge = jnp.where(lower, cost_begin[row], cost_end[row])
     last = team == teams
     edge = jnp.where(last, cost_end[-1], edge)
-    to_rows = (jnp.max(edge[1:] - edge[:-1]) <= (1 + ALIGNED) * share) | (jnp.abs(edge - at) <= SNAP * share)
+    allowed = jnp.maximum((1 + ALIGNED) * cost_end[-1] / teams, (1 + SNAP) * share)
+    to_rows = (jnp.max(edge[1:] - edge[:-1]) <= allowed) | (jnp.abs(edge - at) <= SNAP * share)
     begin = jnp.where(to_rows, jnp.where(lower, splits_begin[row], splits_end[row]), begin)
     row = jnp.minimum(jnp.sum(teams_end[None, :] <= team[:, None], axis=1), batch - 1)
     part = (team - (teams_end - whole_teams)[row]) * splits[row] // jnp.maximum(whole_teams[row], 1)

@@ -409,7 +409,7 @@ class TestTheBatterySees:
 
     def test_the_adaptive_rule_says_that_it_moves_and_does(self):
         policy = sk.load_policy(
-            "h200", environ={}, backend="reference", ahead_of_time=True, splits="adaptive", min_kv_per_split=128
+            "h200", environ={}, backend="reference", ahead_of_time=True, splits="adaptive", min_kv_per_split=64
         )
         config = Config(heads=(6, 2), q_dtype="float32", longest=1024)
         rng = np.random.default_rng(0)
