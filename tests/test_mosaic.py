@@ -224,7 +224,7 @@ class TestLowering:
 
 # What rounds, or chooses among what has been rounded.
 ARITHMETIC = {"add", "sub", "mul", "div", "max", "exp2", "log", "select_n", "convert_element_type", "wgmma_ref"}
-ARITHMETIC |= {"reduce_max", "reduce_sum"}
+ARITHMETIC |= {"inline_mgpu_p"}  # the reductions over tokens
 
 
 def kernel_arithmetic(jaxpr, kernel=None):
@@ -256,7 +256,7 @@ def test_arithmetic_is_of_the_plan_alone(name):
         # Of the combine's, only which they are: how many partials it loads ahead may follow the batch.
         combine.append({x for x in found if x[0].startswith("splitk_combine")})
     assert sum(primitive == "wgmma_ref" for _, primitive, *_ in split[0]) == 2
-    assert sum(primitive.startswith("reduce_") for _, primitive, *_ in split[0]) >= 2
+    assert sum(primitive == "inline_mgpu_p" for _, primitive, *_ in split[0]) == 2
     assert combine[0]
     assert all(each == split[0] for each in split)
     assert all(each == combine[0] for each in combine)
