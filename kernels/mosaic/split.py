@@ -1,12 +1,13 @@
 """Split kernel of the mosaic backend: persistent CTAs stream pages by TMA and multiply them on Hopper's tensor cores.
 
-One warpgroup streams pages through a ring of stages, another computes. Operands are swapped with respect to the paper:
-tokens are the M of `wgmma` and the query heads of one KV head its N, so that 8 heads cost 8 columns and not 64 rows,
-and a whole accumulator is a few registers a thread.
+One warpgroup streams pages through a ring of stages, one or two compute, each for heads of its own. Operands are
+swapped with respect to the paper: tokens are the M of `wgmma` and the query heads of one KV head its N, so that 8 heads
+cost 8 columns and not 64 rows, and a whole accumulator is a few registers a thread.
 
-A CTA computes a contiguous range of the batch's splits for its block of heads (`schedule.py`). Of a row that begins in
+A CTA computes a contiguous range of the batch's splits for its blocks of heads (`schedule.py`). Of a row that begins in
 its range it folds the splits as it goes, and writes the output when it holds them all, or one partial, the fold so far;
-of a row that began in another CTA's range it writes each split's partial. The combine goes on from there.
+of a row that began in another CTA's range it writes a partial for each run of splits, and for each split of a run that
+began there too. The combine goes on from there.
 
 Online softmax: Milakov and Gimelshein, arXiv:1805.02867; the split over KV: Dao et al., "Flash-Decoding" (2023).
 """
@@ -337,7 +338,8 @@ def split(
                 acc = choose(begins, none, acc)
                 acc = lax.cond(run_ends & whole, lambda: fold(acc, run, across), lambda: acc)
                 leaves = u == work.count - 1
-                finished = whole & (ends | leaves) if not tile.direct else whole & leaves & jnp.logical_not(ends)
+                # Whether the fold of the row's whole runs goes to the combine.
+                handed = whole & leaves & jnp.logical_not(ends) if tile.direct else whole & (leaves | ends)
                 slot = jnp.where(whole, work.last_slot, work.slot) if tile.direct else row
 
                 @pl.when(jnp.logical_not(run_whole))
@@ -349,7 +351,7 @@ def split(
                     write_partial(slot, index - place, run)
 
                 # Of a row whose first run is cut, that run is all there is.
-                @pl.when(finished & (run_ends | (index >= RUN_SPLITS)))
+                @pl.when(handed & (run_ends | (index >= RUN_SPLITS)))
                 def _() -> None:
                     write_partial(slot, 0, acc)
 
