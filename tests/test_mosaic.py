@@ -569,6 +569,7 @@ class Replay:
         self.finished = collections.Counter()
         for team in self.work:
             self.teams.append(list(self.split_kernel(plan, team)))
+        self.written = dict(self.partials)
         self.combine_kernel(plan)
 
     def bounds(self, row, split):
@@ -723,3 +724,84 @@ class TestSchedule:
         tables = np.zeros((len(lengths), 256), np.int32)
         merge = make_schedule(lengths, tables, plan=plan, window=None).merge
         assert not np.asarray(merge)[:, Merge._fields.index("splits")].any()
+
+
+@needs_mosaic
+class TestCombine:
+    """The kernel itself, interpreted, on partials as the split kernel would leave them."""
+
+    @staticmethod
+    def fold(a, b):
+        (o, m, total), (p, n, more) = a, b
+        top = max(m, n)
+        x, y = (np.float32(0) if e == -np.inf else np.exp2(e - top) for e in (m, n))
+        return o * x + p * y, top, total * x + more * y
+
+    def of_splits(self, parts, first, past):
+        """The fold of splits [first, past) of a row: each run, then the runs."""
+        runs = [
+            functools.reduce(self.fold, parts[s : min(s + RUN_SPLITS, past)]) for s in range(first, past, RUN_SPLITS)
+        ]
+        return functools.reduce(self.fold, runs)
+
+    @pytest.mark.parametrize(
+        ("case", "lengths"),
+        [
+            pytest.param(Case((4, 2), splits=33, launch_ctas=7), [9000], id="one-row-in-seven-teams"),
+            pytest.param(Case((2, 2), splits=20, launch_ctas=40), [16000], id="a-split-a-team"),
+            pytest.param(Case((2, 1), 256, splits=45, launch_ctas=9), [16000], id="more-than-a-chunk"),
+            pytest.param(Case((4, 2), splits=33, launch_ctas=6), [3000, 0, 700, 5000], id="ragged"),
+            pytest.param(Case((2, 2), 64, launch_ctas=3), [900, 70, 1, 2600, 130], id="more-rows-than-teams"),
+            pytest.param(Case((2, 2), 80, splits=20, launch_ctas=4), [1500, 40, 0], id="dv80"),
+        ],
+    )
+    def test_folds_what_was_written(self, case, lengths, monkeypatch):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        from splitk_jax.kernels.mosaic import combine as module
+        from splitk_jax.kernels.mosaic.split import Launched, first_row
+        from splitk_jax.kernels.partials import SplitPartials
+
+        interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(module.plgpu, "kernel", interpreted)
+        plan, batch, rng = case.plan(), len(lengths), np.random.default_rng(0)
+        tile, dim = plan.mosaic_tile, plan.head_dim_v
+        blocks = plan.num_kv_heads * tile.blocks
+        schedule = make_schedule(np.array(lengths, np.int32), np.zeros((batch, 1024), np.int32), plan=plan, window=None)
+        replay = Replay(plan, schedule)
+        assert replay.written, "nothing to merge"
+
+        def random_part(tokens):
+            if tokens == 0:
+                return np.zeros((plan.num_q_heads, dim), np.float32), -np.inf, np.float32(0)
+            o = rng.normal(size=(plan.num_q_heads, dim)).astype(np.float32)
+            return o, np.float32(rng.normal()), np.float32(rng.uniform(1, 9))
+
+        parts = [[random_part(row.tokens) for _ in range(row.splits)] for row in replay.rows]
+        # What nobody wrote is NaN.
+        o = np.full((len(replay.merge), blocks, plan.num_splits, tile.cols, tile.lanes), np.nan, np.float32)
+        tops, totals = (np.full(o.shape[:-1], np.nan, np.float32) for _ in range(2))
+        head = np.arange(plan.num_q_heads)
+        block = head // tile.heads
+        col = head - first_row(plan, block, xp=np)
+        for (slot, index), (row, first, past) in replay.written.items():
+            values, top, total = self.of_splits(parts[row], first, past)
+            o[slot, block, index, col, :dim] = values
+            tops[slot, block, index, col], totals[slot, block, index, col] = top, total
+        launched = Launched(
+            out=jnp.full((batch, plan.num_q_heads, dim), 7, jnp.bfloat16),
+            lse=jnp.full((batch, blocks, tile.cols), 7, jnp.float32),
+            partials=SplitPartials(*map(jnp.asarray, (o, tops, totals))),
+            schedule=schedule,
+        )
+        out, lse = module.combine(launched, None, plan=plan)
+        merged = {item.row for item in replay.merge if item.splits}
+        for row, splits in zip(replay.rows, parts, strict=True):
+            values, top, total = self.of_splits(splits, 0, row.splits)
+            expected = values / total if total else values
+            if row.row not in merged:  # written by the split kernel
+                expected, lse_expected = np.full_like(values, 7), 7
+            else:
+                lse_expected = (top + np.log2(total)) * np.log(2) if total else -np.inf
+            np.testing.assert_allclose(np.asarray(out[row.row, 0], np.float32), expected, rtol=8e-3, atol=1e-6)
+            np.testing.assert_allclose(lse[row.row, 0], np.full(plan.num_q_heads, lse_expected), rtol=1e-5)
