@@ -4,6 +4,7 @@ from importlib import metadata
 
 from splitk_jax.attention import paged_decode_attention
 from splitk_jax.checks import validate_batch
+from splitk_jax.inspection import Call, Inspection, inspect
 from splitk_jax.kernels.partials import SplitPartials
 from splitk_jax.merge import merge_states
 from splitk_jax.pages import KVPages, OutOfPages, PageAllocator
@@ -56,4 +57,7 @@ __all__ = [
     "OutOfPages",
     "PageAllocator",
     "validate_batch",
+    "Call",
+    "Inspection",
+    "inspect",
 ]

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from splitk_jax import checks
+from splitk_jax import checks, marks
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import check_sm_count
 
@@ -123,14 +123,21 @@ def paged_decode_attention(
         checks.require_served_by_mosaic(plan, q, window=options["window"], softcap=options["softcap"], sinks=sinks)
     if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
-    out, lse = _decode(*arrays, plan=plan, **options)
+    out, lse = _decode(plan)(*arrays, **options)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "window", "softcap"))
-def _decode(
+@functools.cache
+def _decode(plan: DecodePlan) -> Any:
+    """The jitted call of a plan; its name says which plan that is in whatever the call is lowered or compiled to."""
+    return jax.jit(
+        marks.named(functools.partial(_attend, plan=plan), marks.call_name(plan)), static_argnames=("window", "softcap")
+    )
+
+
+def _attend(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
@@ -143,19 +150,31 @@ def _decode(
     window: int | None,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
+    q = marks.mark(q, plan=plan, window=window, softcap=softcap)
     if q.shape[0] == 0:
         return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
 
     # Under `vmap` the calls run one after another: a batched loop body would be another program, with other bits.
     @jax.custom_batching.sequential_vmap
     def attend(sinks: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        split, combine = _kernels(plan.backend)
-        return combine(split(*arrays, plan=plan, window=window, softcap=softcap), sinks, plan=plan)
+        split, combine = _kernels(plan)
+        return combine(split(*arrays, window=window, softcap=softcap), sinks)
 
     return attend(sinks, q, k_pages, v_pages, block_tables, seq_lens, sm_scale)
 
 
-def _kernels(backend: str) -> tuple[Any, Any]:
+def _kernels(plan: DecodePlan) -> tuple[Any, Any]:
     # Imported when first used: one backend's dependencies are not another's.
-    folder = f"splitk_jax.kernels.{backend}"
-    return import_module(f"{folder}.split").split, import_module(f"{folder}.combine").combine
+    folder = f"splitk_jax.kernels.{plan.backend}"
+    split = functools.partial(import_module(f"{folder}.split").split, plan=plan)
+    combine = functools.partial(import_module(f"{folder}.combine").combine, plan=plan)
+    if plan.backend != "reference":
+        return split, combine
+    # Device kernels have names of their own; these are functions of a program, named alike.
+    return (
+        jax.jit(
+            marks.named(split, f"splitk_reference_split_s{plan.num_splits}_t{plan.step_kv}"),
+            static_argnames=("window", "softcap"),
+        ),
+        jax.jit(marks.named(combine, f"splitk_reference_combine_s{plan.num_splits}")),
+    )

@@ -51,8 +51,7 @@ def _states(name: str, states: jax.Array | Sequence[jax.Array]) -> list[jax.Arra
     return [checks.as_array(f"{name}[{i}]", x) for i, x in enumerate(each)]
 
 
-@jax.jit
-def _merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def splitk_merge_states(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # Behind barriers, what stands around the call can neither keep more precision than outs and lses have, nor fold
     # constants through the sums: eager and inside a larger jit give the same bits.
     outs, lses = jax.lax.optimization_barrier((outs, lses))
@@ -69,3 +68,6 @@ def _merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax
     out = jnp.where(total[..., None] == 0, 0.0, merged / total[..., None])
     lse = jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))
     return jax.lax.optimization_barrier((out.astype(outs[0].dtype), lse))
+
+
+_merge = jax.jit(splitk_merge_states)

@@ -1,0 +1,282 @@
+"""What `inspect` finds in a trace: every call through every construct, and nothing but what the jaxpr holds."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import splitk_jax as sk
+from splitk_jax.checks import MOSAIC_JAX
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_decode_seqs": 8}
+BATCH, WIDTH, PAGES = 3, 4, 16
+
+
+def make_plan(**settings):
+    dtypes = {"q_dtype": "float32", "kv_dtype": "float32"}
+    return sk.load_policy("cpu", environ={}, **settings).plan(**HEADS, **dtypes)
+
+
+PLAN = make_plan(splits=3, min_kv_per_split=16)
+OTHER = make_plan(splits=2, min_kv_per_split=16)
+
+
+def arguments(*lead, batch=BATCH):
+    """Abstract arguments of a call, q with leading axes of its own."""
+    pool = jax.ShapeDtypeStruct((PAGES, 16, 2, 64), jnp.float32)
+    return (
+        jax.ShapeDtypeStruct((*lead, batch, 4, 64), jnp.float32),
+        pool,
+        pool,
+        jax.ShapeDtypeStruct((batch, WIDTH), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+
+
+def decode(*arrays, plan=PLAN, **options):
+    return sk.paged_decode_attention(*arrays, plan=plan, **options)
+
+
+def scanned(q, *rest):
+    return jax.lax.scan(lambda x, _: (decode(x, *rest), None), q, None, length=5)[0]
+
+
+def scanned_twice(q, *rest):
+    return jax.lax.scan(lambda x, _: (scanned(x, *rest), None), q, None, length=3)[0]
+
+
+def in_while(q, *rest):
+    return jax.lax.while_loop(lambda x: x.sum() < 0, lambda x: decode(x, *rest), q)
+
+
+def in_branches(q, *rest):
+    return jax.lax.cond(
+        rest[-1][0] > 3, lambda: decode(q, *rest), lambda: decode(q, *rest, plan=OTHER) + scanned(q, *rest)
+    )
+
+
+def mapped(q, *rest):
+    return jax.vmap(lambda q: decode(q, *rest))(q)
+
+
+def sharded(q, *rest):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("heads",))
+    by_head = PartitionSpec(None, "heads")
+    pools = PartitionSpec(None, None, "heads")
+    specs = (by_head, pools, pools, PartitionSpec(), PartitionSpec())
+    return jax.shard_map(decode, mesh=mesh, in_specs=specs, out_specs=by_head)(q, *rest)
+
+
+def rematerialised(*arrays):
+    return jax.checkpoint(decode)(*arrays)
+
+
+@jax.custom_jvp
+def custom(*arrays):
+    return decode(*arrays)
+
+
+@custom.defjvp
+def custom_jvp(primals, tangents):
+    return custom(*primals), tangents[0]
+
+
+def of_layers(*arrays):
+    layer = jax.jit(decode)
+    return layer(layer(*arrays), *arrays[1:])
+
+
+CONSTRUCTS = {
+    "plain": (decode, [((), 1)]),
+    "jit": (jax.jit(decode), [((), 1)]),
+    "nested-jit": (jax.jit(of_layers), [((), 1), ((), 1)]),
+    "scan": (scanned, [(("scan of 5",), 5)]),
+    "scan-in-scan": (jax.jit(scanned_twice), [(("scan of 3", "scan of 5"), 15)]),
+    "while": (in_while, [(("while",), None)]),
+    "cond": (
+        in_branches,
+        [
+            (("branch 0 of cond",), None),
+            (("branch 0 of cond", "scan of 5"), None),
+            (("branch 1 of cond",), None),
+        ],
+    ),
+    "remat": (rematerialised, [(("remat",), 1)]),
+    "custom-jvp": (custom, [((), 1)]),
+    "shard-map": (sharded, [(("shard_map",), 1)]),
+}
+
+
+class TestConstructs:
+    @pytest.mark.parametrize("name", CONSTRUCTS)
+    def test_every_call_is_found(self, name):
+        fn, expected = CONSTRUCTS[name]
+        calls = sk.inspect(fn, *arguments())
+        assert [(call.where, call.times) for call in calls] == expected
+        for call in calls:
+            assert call.kind == "decode"
+            assert call.plan in (PLAN, OTHER)
+            assert (call.num_splits, call.backend) == (call.plan.num_splits, "reference")
+            assert call.fingerprint == call.plan.fingerprint()
+            assert (call.batch, call.q_len) == (BATCH, 1)
+            assert re.fullmatch(r"test_inspection\.py:\d+ \((decode|<lambda>)\)", call.source)
+
+    def test_vmap(self):
+        (call,) = sk.inspect(mapped, *arguments(7))
+        assert (call.plan, call.batch, call.q_len) == (PLAN, BATCH, 1)
+
+    def test_branches_hold_their_own_plans(self):
+        calls = sk.inspect(in_branches, *arguments())
+        assert [call.plan for call in calls] == [OTHER, PLAN, PLAN]
+
+    def test_merges(self):
+        def cascade(*arrays):
+            outs, lses = zip(*(decode(*arrays, return_lse=True) for _ in range(2)), strict=True)
+            return sk.merge_states(outs, lses)
+
+        assert [call.kind for call in sk.inspect(cascade, *arguments())] == ["decode", "decode", "merge"]
+        merge = sk.inspect(cascade, *arguments())[2]
+        assert (merge.plan, merge.num_splits, merge.kernels) == (None, None, ())
+        assert "(cascade)" in merge.source
+
+    def test_options_that_are_static(self):
+        (call,) = sk.inspect(functools.partial(decode, window=9, softcap=2.0), *arguments())
+        assert (call.window, call.softcap) == (9, 2.0)
+
+    def test_several_query_tokens(self):
+        q, *rest = arguments()
+        q = jax.ShapeDtypeStruct((BATCH, 2, 4, 64), jnp.float32)
+        (call,) = sk.inspect(decode, q, *rest)
+        assert (call.batch, call.q_len) == (BATCH, 2)
+
+    def test_a_function_without_a_call(self):
+        assert len(sk.inspect(jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32))) == 0
+        assert "no call" in str(sk.inspect(lambda: None))
+
+
+class TestWhatItIsReadFrom:
+    def test_another_plan_shows(self):
+        """In the inspection and in what is lowered, both."""
+        for plan in (PLAN, OTHER):
+            call = jax.jit(functools.partial(decode, plan=plan))
+            (found,) = sk.inspect(call, *arguments())
+            text = call.lower(*arguments()).as_text()
+            assert found.plan == plan
+            assert found.kernels
+            assert {f"_s{plan.num_splits}" in name for name, _ in found.kernels} == {True}
+            for name, _ in found.kernels:
+                assert re.search(rf"\b{name}\b", text)
+            assert f"splitk_decode_s{plan.num_splits}_reference_{plan.fingerprint()}" in text
+
+    def test_nothing_is_compiled_or_run(self, monkeypatch):
+        import jax._src.compiler as compiler
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("compiled")
+
+        monkeypatch.setattr(compiler, "backend_compile_and_load", refuse, raising=False)
+        monkeypatch.setattr(compiler, "compile_or_get_cached", refuse)
+        plan = make_plan(splits=5, min_kv_per_split=16)
+        assert sk.inspect(functools.partial(decode, plan=plan), *arguments())[0].plan == plan
+
+    @pytest.mark.parametrize("stage", ["traced", "lowered", "compiled", "exported"])
+    def test_what_becomes_of_a_function(self, stage):
+        call = jax.jit(scanned)
+        traced = call.trace(*arguments())
+        made = {
+            "traced": lambda: traced,
+            "lowered": traced.lower,
+            "compiled": lambda: traced.lower().compile(),
+            "exported": lambda: jax.export.export(call)(*arguments()),
+        }[stage]()
+        (found,) = sk.inspect(made)
+        assert (found.num_splits, found.backend, found.fingerprint) == (3, "reference", PLAN.fingerprint())
+        assert (found.plan == PLAN) is (stage == "traced")
+        if stage != "compiled":  # XLA has inlined the reference backend's functions by then
+            assert {name for name, _ in found.kernels} == {
+                f"splitk_reference_split_s3_t{PLAN.step_kv}",
+                "splitk_reference_combine_s3",
+            }
+        with pytest.raises(TypeError, match="traced already"):
+            sk.inspect(made, 1)
+
+    def test_arguments_that_are_no_arrays(self):
+        def step(arrays, settings):
+            return decode(*arrays, plan=settings["plan"]), settings["name"]
+
+        (call,) = sk.inspect(step, arguments(), {"plan": OTHER, "name": "x"})
+        assert call.plan == OTHER
+
+    def test_refuses_what_is_no_function(self):
+        with pytest.raises(TypeError, match=r"fn must be a function.*got int"):
+            sk.inspect(3)
+
+    def test_prints_and_reports(self):
+        found = sk.inspect(scanned, *arguments())
+        text = str(found)
+        for part in ("scan of 5", PLAN.fingerprint(), "splitk_reference_split_s3", "test_inspection.py:"):
+            assert part in text
+        (facts,) = json.loads(found.to_json())
+        assert facts["times"] == 5
+        assert facts["plan"]["num_splits"] == 3
+        assert facts["where"] == ["scan of 5"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < MOSAIC_JAX, reason=f"jax {jax.__version__} is too old for mosaic")
+class TestMosaic:
+    def test_kernels_and_grids_are_the_launches(self):
+        shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_decode_seqs": 4}
+        plan = sk.load_policy("h200", environ={}, ahead_of_time=True).plan(**shape)
+        pool = jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16)
+        arrays = (
+            jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16),
+            pool,
+            pool,
+            jax.ShapeDtypeStruct((4, 16), jnp.int32),
+            jax.ShapeDtypeStruct((4,), jnp.int32),
+        )
+        call = jax.jit(functools.partial(decode, plan=plan))
+        (found,) = sk.inspect(call, *arrays)
+        assert (found.backend, found.plan) == ("mosaic", plan)
+        (split, split_grid), (combine, combine_grid) = found.kernels
+        assert split == f"splitk_split_s33_t{plan.step_kv}x{plan.stages}"
+        assert split_grid == (plan.ctas, plan.launch_teams)
+        assert combine == "splitk_combine_s33"
+        assert np.prod(combine_grid) == 32 * 4
+        lowered = call.trace(*arrays).lower(lowering_platforms=("cuda",))
+        for name in (split, combine):
+            assert name in lowered.as_text()
+        (read,) = sk.inspect(lowered)
+        assert (read.num_splits, read.fingerprint) == (33, plan.fingerprint())
+        assert {name for name, _ in read.kernels} == {split, combine}
+
+
+class TestTheMark:
+    def test_costs_no_operation(self):
+        text = jax.jit(decode).lower(*arguments()).as_text()
+        assert "splitk_plan" not in text
+
+    def test_a_gradient_says_that_there_is_none(self):
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arguments())
+        with pytest.raises(NotImplementedError, match="paged_decode_attention has no gradient"):
+            jax.grad(lambda q: decode(q, *arrays[1:]).sum())(arrays[0])
+
+    def test_equal_plans_are_one_call(self):
+        twin = dataclasses.replace(PLAN)
+        assert twin is not PLAN
+        traced = []
+
+        @functools.partial(jax.jit, static_argnames="plan")
+        def call(*arrays, plan):
+            traced.append(plan)
+            return decode(*arrays, plan=plan)
+
+        for plan in (PLAN, twin):
+            call.trace(*arguments(), plan=plan)
+        assert len(traced) == 1
