@@ -11,6 +11,7 @@ llama.py is the model, smollm2.py reads its file, engine.py has the slots, the p
 """
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import smollm2
-from engine import Engine
+from engine import Engine, decode_step
+from flax import nnx
 from llama import Llama, LlamaConfig
 from rich.console import Console
 from rich.table import Table
@@ -156,6 +158,24 @@ def make_plan(
         kv_dtype=dtype,
         max_seq_len=max_seq_len,
     )
+
+
+def splitk_inspect():
+    """What `splitk-jax inspect examples/decode.py` shows: the decode step for four prompts, without its weights."""
+    config, max_seq_len, num_seqs = smollm2.read_config(smollm2.find_gguf()), 256, len(PROMPTS)
+    dtype = np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    plan = make_plan(config, dtype, target=None, max_decode_seqs=num_seqs, max_seq_len=max_seq_len, min_kv_per_split=64)
+    graph, weights = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    width = -(-max_seq_len // PAGE_SIZE)
+    pool = functools.partial(sk.KVPages.init, num_pages=num_seqs * width, page_size=PAGE_SIZE, dtype=dtype)
+    pages = jax.eval_shape(lambda: pool(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim))
+
+    def step(weights, *args):
+        return decode_step(nnx.merge(graph, weights), *args, plan=plan, temperature=0.0)
+
+    rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_seqs,), (num_seqs, width)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return step, (weights, rows, [pages] * config.num_layers, tables, rows, key)
 
 
 @click.command(context_settings={"show_default": True})

@@ -110,6 +110,12 @@ def load(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[Llama, ChatTokeniz
     return model, tokenizer
 
 
+def read_config(path: Path) -> LlamaConfig:
+    """Reads the model's shape alone."""
+    fields = gguf.GGUFReader(path).fields
+    return _read_config({name: field.contents() for name, field in fields.items() if not name.startswith("tokenizer.")})
+
+
 def _read_config(metadata: dict[str, Any]) -> LlamaConfig:
     if metadata["general.architecture"] != "llama":
         raise ValueError(f"general.architecture = {metadata['general.architecture']!r}, expected 'llama'")

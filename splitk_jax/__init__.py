@@ -2,6 +2,7 @@
 
 from importlib import metadata
 
+from splitk_jax import testing
 from splitk_jax.attention import paged_decode_attention
 from splitk_jax.checks import validate_batch
 from splitk_jax.inspection import Call, Inspection, inspect
@@ -60,4 +61,5 @@ __all__ = [
     "Call",
     "Inspection",
     "inspect",
+    "testing",
 ]

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from splitk_jax import checks, marks
+from splitk_jax import checks, log, marks
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import check_sm_count
 
@@ -123,6 +123,9 @@ def paged_decode_attention(
         checks.require_served_by_mosaic(plan, q, window=options["window"], softcap=options["softcap"], sinks=sinks)
     if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        for observe in marks.OBSERVERS:
+            observe(plan)
     out, lse = _decode(plan)(*arrays, **options)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
@@ -150,6 +153,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
+    log.traced(plan)
     q = marks.mark(q, plan=plan, window=window, softcap=softcap)
     if q.shape[0] == 0:
         return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)

@@ -1,8 +1,16 @@
-"""The command line: `splitk-jax targets | show | explain | bench`. But for `bench` a named target wants no device."""
+"""The command line: `splitk-jax targets | show | explain | inspect | bench`.
 
+But for `bench` a named target wants no device.
+"""
+
+import importlib
+import importlib.util
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -143,6 +151,92 @@ def explain(target: str | None, as_json: bool, **options: Any) -> None:
     shape = {key: value for key, value in options.items() if key not in _override_flags()}
     plan: DecodePlan = load_policy(target, **overrides).plan(**shape)
     click.echo(json.dumps(plan.report(), indent=2) if as_json else plan.explain())
+
+
+SPEC = re.compile(r"([a-z_]+[0-9]*(?:_?[a-z0-9]+)*)\[((?:[0-9]+(?:,[0-9]+)*)?)\]")
+SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32"}
+INSPECTED = "splitk_inspect"
+
+
+@main.command()
+@click.argument("function", metavar="MODULE:FUNCTION|FILE.py[:FUNCTION]")
+@click.option(
+    "--args",
+    "specs",
+    metavar="SPEC",
+    help="Shapes that it is called with, such as 'bf16[4,32,128] i32[4]'. Without it FUNCTION is called with nothing"
+    " and returns (function, args) or (function, args, kwargs).",
+)
+@_as_json
+def inspect(function: str, specs: str | None, as_json: bool) -> None:
+    """Inspect a function: each decode and merge call in it, and the split decisions that it froze.
+
+    Nothing is compiled or run. FUNCTION is splitk_inspect where a FILE alone is named.
+    """
+    from splitk_jax.inspection import inspect as find  # the other commands start without JAX's tracing
+
+    fn: Any = _import_function(function)
+    if specs is None:
+        made = fn()
+        if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
+            raise ValueError(
+                f"{function} was called without arguments and returned {type(made).__name__}: accepted is (function,"
+                " args) or (function, args, kwargs); or give the shapes of its own arguments with --args"
+            )
+        fn, args, *rest = made
+        found = find(fn, *args, **(rest[0] if rest else {}))
+    else:
+        found = find(fn, *parse_specs(specs))
+    click.echo(found.to_json() if as_json else str(found))
+
+
+def parse_specs(text: str) -> list[Any]:
+    """Reads `--args`: dtype[shape] for each argument, between spaces."""
+    import jax
+
+    structs = []
+    for part in text.split():
+        match = SPEC.fullmatch(part)
+        try:
+            if match is None:
+                raise TypeError
+            dtype = jax.numpy.dtype(SHORT_DTYPES.get(match[1], match[1]))
+        except TypeError:
+            raise ValueError(
+                f"--args: {part!r} is not an array: accepted is dtype[shape], such as bf16[4,32,128] or int32[4]"
+            ) from None
+        structs.append(jax.ShapeDtypeStruct(tuple(map(int, match[2].split(","))) if match[2] else (), dtype))
+    return structs
+
+
+def _import_function(text: str) -> Callable[..., Any]:
+    where, _, name = text.partition(":")
+    try:
+        if where.endswith(".py"):
+            path = Path(where)
+            if not path.is_file():
+                raise ValueError(f"{where!r} is not a file")
+            # As when Python runs the file: what lies beside it can be imported.
+            sys.path.insert(0, str(path.parent.resolve()))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None  # a .py file has both
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+            name = name or INSPECTED
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(where)
+    except ImportError as e:
+        raise ValueError(f"{where!r} cannot be imported: {e}") from e
+    fn = getattr(module, name, None) if name else None
+    if not callable(fn):
+        raise ValueError(
+            f"{text!r} names no function: accepted is module:function, or file.py:function; of a file alone,"
+            f" {INSPECTED} is taken"
+        )
+    return fn
 
 
 @main.command()

@@ -5,6 +5,7 @@ and grids are the kernel calls' own. Lowered, compiled and exported functions ha
 in their text are read.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -105,11 +106,13 @@ class Inspection:
             )
             for call in self.calls
         ]
-        header = ("call", "at", "in", "times", "batch", "q_len", "splits", "backend", "plan")
+        # Layers of a model follow one another: equal lines are one.
+        lines = [(len(list(same)), *row) for row, same in itertools.groupby(rows)]
+        header = ("calls", "kind", "at", "in", "times", "batch", "q_len", "splits", "backend", "plan")
         kernels = dict.fromkeys((call.fingerprint or "-", *kernel) for call in self.calls for kernel in call.kernels)
         launches = [(plan, name, "-" if grid is None else " x ".join(map(str, grid))) for plan, name, grid in kernels]
         return report.render(
-            report.table("calls", header, rows, left=3),
+            report.table("calls", header, lines, left=4),
             report.table("kernels", ("plan", "kernel", "grid"), launches, left=3),
         )
 

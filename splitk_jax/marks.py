@@ -17,6 +17,9 @@ from splitk_jax.plan import DecodePlan
 DECODE = "splitk_decode"
 MERGE = "splitk_merge_states"
 
+OBSERVERS: list[Callable[[DecodePlan], None]] = []
+"""Told of each decode call that is traced."""
+
 plan_p = Primitive("splitk_plan")
 plan_p.def_impl(lambda q, **decisions: q)
 plan_p.def_abstract_eval(lambda q, **decisions: q)

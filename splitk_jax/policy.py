@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from splitk_jax import report
+from splitk_jax import log, report
 from splitk_jax.target import (
     OVERRIDES,
     ConfigError,
@@ -307,6 +307,8 @@ def resolve_policy(
 
 
 def _resolve(target: Target, environment: Environment, ahead_of_time: bool, overrides: dict[str, Any]) -> Policy:
+    if environment.log_plans:
+        log.show_plans()
     values: dict[str, tuple[Any, str]] = dict(_DEFAULTS)
     values["target_ctas"] = (target.sm_count, "default: sm_count")
     origins = dict(target.origins)

@@ -194,7 +194,8 @@ ENV_OVERRIDES = {
 }
 ENV_TARGET = "SPLITK_JAX_TARGET"
 ENV_CONFIG_DIR = "SPLITK_JAX_CONFIG_DIR"
-ENV_NAMES = (ENV_TARGET, ENV_CONFIG_DIR, *ENV_OVERRIDES)
+ENV_LOG = "SPLITK_JAX_LOG"
+ENV_NAMES = (ENV_TARGET, ENV_CONFIG_DIR, ENV_LOG, *ENV_OVERRIDES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,11 +280,13 @@ class Environment:
     Attributes:
       target: a target's name or a path; None when unset.
       config_dir: a folder of user targets; None when unset.
+      log_plans: whether a plan is logged when it is first traced.
       overrides: key -> (value, variable), for the variables that are set.
     """
 
     target: str | None
     config_dir: str | None
+    log_plans: bool
     overrides: Mapping[str, tuple[Any, str]]
 
 
@@ -310,7 +313,15 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     for name in (ENV_TARGET, ENV_CONFIG_DIR):
         if name in environ and not environ[name].strip():
             raise ConfigError(f"environment variable {name}={environ[name]!r} is empty: set it or unset it")
-    return Environment(target=environ.get(ENV_TARGET), config_dir=environ.get(ENV_CONFIG_DIR), overrides=overrides)
+    log = environ.get(ENV_LOG)
+    if log not in (None, "plan"):
+        raise ConfigError(f"environment variable {ENV_LOG}={log!r} is not valid: accepted is plan; or unset it")
+    return Environment(
+        target=environ.get(ENV_TARGET),
+        config_dir=environ.get(ENV_CONFIG_DIR),
+        log_plans=log is not None,
+        overrides=overrides,
+    )
 
 
 def override_from_text(label: str, key: str, text: str) -> Any:

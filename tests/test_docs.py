@@ -23,7 +23,7 @@ def blocks(text, language):
 
 
 def test_the_code_runs_as_written(capsys):
-    code, step = blocks(README, "python")
+    code, step, inspection = blocks(README, "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     scope = {}
     exec(code, scope)
@@ -36,6 +36,8 @@ def test_the_code_runs_as_written(capsys):
     assert scope["step"]._cache_size() == 1
     assert scope["allocator"].num_free == 32 - 6
     assert not scope["out"][2].any()
+    exec(inspection, {})
+    assert "scan of 24" in capsys.readouterr().out
 
 
 def test_commands_print_what_the_readme_shows():

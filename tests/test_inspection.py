@@ -4,15 +4,19 @@ import dataclasses
 import functools
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from jax.sharding import Mesh, PartitionSpec
 
 import splitk_jax as sk
+from splitk_jax import log, testing
 from splitk_jax.checks import MOSAIC_JAX
+from splitk_jax.cli import main
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_decode_seqs": 8}
 BATCH, WIDTH, PAGES = 3, 4, 16
@@ -143,7 +147,7 @@ class TestConstructs:
         assert [call.kind for call in sk.inspect(cascade, *arguments())] == ["decode", "decode", "merge"]
         merge = sk.inspect(cascade, *arguments())[2]
         assert (merge.plan, merge.num_splits, merge.kernels) == (None, None, ())
-        assert "(cascade)" in merge.source
+        assert "(cascade)" in str(merge.source)
 
     def test_options_that_are_static(self):
         (call,) = sk.inspect(functools.partial(decode, window=9, softcap=2.0), *arguments())
@@ -280,3 +284,111 @@ class TestTheMark:
         for plan in (PLAN, twin):
             call.trace(*arguments(), plan=plan)
         assert len(traced) == 1
+
+
+class TestLog:
+    @pytest.fixture(autouse=True)
+    def _as_it_was(self, monkeypatch):
+        monkeypatch.setattr(log, "_asked_for", False)
+        monkeypatch.setattr(log, "_seen", set())
+        level = log.LOGGER.level
+        yield
+        log.LOGGER.setLevel(level)
+
+    def trace(self, **environ):
+        policy = sk.load_policy("cpu", environ=environ, splits=7, min_kv_per_split=16)
+        plan = policy.plan(**HEADS, q_dtype="float32", kv_dtype="float32")
+        jax.clear_caches()
+        for _ in range(2):
+            jax.jit(lambda *arrays: decode(*arrays, plan=plan)).trace(*arguments())
+        return plan
+
+    def test_says_nothing_unless_asked(self, caplog):
+        caplog.set_level("INFO", logger="splitk_jax")
+        self.trace()
+        assert not caplog.records
+
+    def test_a_line_a_plan(self, caplog):
+        caplog.set_level("INFO", logger="splitk_jax")
+        plan = self.trace(SPLITK_JAX_LOG="plan")
+        (record,) = caplog.records
+        assert record.name == "splitk_jax.plan"
+        assert record.getMessage() == (
+            "cpu: 7 splits by pinned (argument splits), 14 CTAs a sequence, 14.0 waves of 1, reference, plan "
+            + plan.fingerprint()
+        )
+
+    @pytest.mark.parametrize("value", ["", "1", "Plan", "plan,all"])
+    def test_another_value_is_refused(self, value):
+        with pytest.raises(sk.ConfigError, match=rf"SPLITK_JAX_LOG='{value}' is not valid: accepted is plan"):
+            sk.load_policy("cpu", environ={"SPLITK_JAX_LOG": value})
+
+
+class TestCountTraces:
+    def test_two_hundred_steps_are_one_trace(self):
+        """Lengths grow, rows come and go; a new shape traces again."""
+        step = jax.jit(decode)
+        pool = jnp.zeros((PAGES, 16, 2, 64))
+        tables = np.arange(BATCH * WIDTH, dtype=np.int32).reshape(BATCH, WIDTH)
+        lengths = np.array([1, 0, 9], np.int32)
+        with testing.count_traces() as traces:
+            for i in range(200):
+                lengths = np.where(np.arange(BATCH) == i % BATCH, (lengths + 1) % (WIDTH * 16), lengths)
+                tables = np.roll(tables, i % 2, axis=0)
+                step(jnp.ones((BATCH, 4, 64)), pool, pool, tables, lengths.astype(np.int32))
+        assert (traces.count, traces.plans) == (1, [PLAN])
+        with testing.count_traces() as more:
+            step(jnp.ones((1, 4, 64)), pool, pool, tables[:1], lengths[:1].astype(np.int32))
+        assert (traces.count, more.count) == (1, 1)
+
+    def test_a_call_outside_jit_is_none(self):
+        pool = jnp.zeros((PAGES, 16, 2, 64))
+        with testing.count_traces() as traces:
+            decode(jnp.ones((1, 4, 64)), pool, pool, np.zeros((1, 1), np.int32), np.ones(1, np.int32))
+        assert traces.count == 0
+
+
+def of_nothing():
+    return decode, arguments()
+
+
+class TestCommand:
+    HERE = str(Path(__file__))
+
+    def run(self, *args):
+        return CliRunner().invoke(main, ["inspect", *args])
+
+    def test_a_function_that_returns_what_to_inspect(self):
+        done = self.run(f"{self.HERE}:of_nothing")
+        assert done.exit_code == 0, done.output
+        for part in ("decode", "splitk_reference_split_s3", PLAN.fingerprint()):
+            assert part in done.output
+
+    def test_shapes_on_the_command_line(self):
+        specs = "f32[3,4,64] float32[16,16,2,64] f32[16,16,2,64] i32[3,4] int32[3]"
+        done = self.run(f"{self.HERE}:decode", "--args", specs, "--json")
+        assert done.exit_code == 0, done.output
+        (facts,) = json.loads(done.output)
+        assert (facts["batch"], facts["num_splits"]) == (3, 3)
+
+    def test_a_module(self):
+        done = self.run("jax.numpy:sin", "--args", "f32[]")
+        assert (done.exit_code, done.output) == (0, "no call of splitk_jax\n\n")
+
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["no_such_module:f"], "'no_such_module' cannot be imported"),
+            (["no_such_file.py"], "'no_such_file.py' is not a file"),
+            (["json:nothing"], "'json:nothing' names no function"),
+            (["json"], "'json' names no function"),
+            ([HERE], "splitk_inspect is taken"),
+            (["builtins:dict"], "returned dict: accepted is (function, args)"),
+            (["jax.numpy:sin", "--args", "f32[3"], "'f32[3' is not an array"),
+            (["jax.numpy:sin", "--args", "f33[3]"], "'f33[3]' is not an array"),
+        ],
+    )
+    def test_what_is_refused(self, args, message):
+        done = self.run(*args)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.split())
