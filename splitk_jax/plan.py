@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from splitk_jax import report
+from splitk_jax import decision, report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
 from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, MosaicTile
@@ -443,14 +443,15 @@ class DecodePlan:
         contexts = []
         asked = set() if self.max_seq_len is None else {self.max_seq_len}
         for tokens in sorted(asked.union(n for n in REPORT_CONTEXTS if n <= self.max_tokens)):
-            edges = self.edges(np.int64(tokens))
+            edges, kv_bytes = self.edges(np.int64(tokens)), tokens * token_bytes
             contexts.append(
                 {
                     "tokens": tokens,
                     "active_splits": int(edges.stop),
                     "tokens_per_split": min(int(edges.span), tokens),
-                    "kv_bytes": tokens * token_bytes,
-                    "hbm_us": None if bandwidth is None else round(tokens * token_bytes / bandwidth / 1e3, 2),
+                    "kv_bytes": kv_bytes,
+                    "split_us": _round(decision.read_us(self, kv_bytes, int(edges.stop) * self.ctas)),
+                    "unsplit_us": _round(decision.read_us(self, kv_bytes, self.ctas)),
                 }
             )
         return {
@@ -469,6 +470,8 @@ class DecodePlan:
             "fingerprint": self.fingerprint(),
             "batches": batches,
             "contexts": contexts,
+            "changes": decision.changes(self),
+            "warnings": decision.warnings(self),
             "settings": [{"key": k, "value": v, "origin": o} for k, v, o in policy.settings()],
         }
 
@@ -503,25 +506,38 @@ class DecodePlan:
             ),
             report.table(
                 "by context, one sequence",
-                ("tokens", "active splits", "tokens a split", "KV read", "us at peak bandwidth"),
+                ("tokens", "active splits", "tokens a split", "KV read", "us", "us unsplit"),
                 [
                     [
                         c["tokens"],
                         c["active_splits"],
                         c["tokens_per_split"],
                         report.si_bytes(c["kv_bytes"]),
-                        c["hbm_us"],
+                        c["split_us"],
+                        c["unsplit_us"],
                     ]
                     for c in facts["contexts"]
                 ],
                 left=0,
             ),
         ]
+        if facts["hbm_gb_per_s"] is not None:
+            parts.append("us: its KV read once at the peak bandwidth, if each SM reads its share of it.\n")
         if facts["l2_tokens"] is not None and target is not None:
             parts.append(
                 f"The {target.l2_mib:g} MiB L2 holds {facts['l2_tokens']} tokens of KV: a warm call on fewer can beat"
                 " the time at peak bandwidth.\n"
             )
+        if facts["changes"]:
+            parts.append(
+                report.table(
+                    "where the count moves",
+                    ("setting", "at", "splits"),
+                    [list(row.values()) for row in facts["changes"]],
+                )
+            )
+        if facts["warnings"]:
+            parts.append("".join(f"warning: {text}\n" for text in facts["warnings"]))
         parts.append(report.table("settings", ("key", "value", "origin"), self.policy.settings(), left=3))
         return report.render(*parts)
 
@@ -564,6 +580,10 @@ class DecodePlan:
         if policy.rule == "fixed_size":
             return f"ceil({self.max_seq_len} tokens / {self.split_size} a split)"
         return f"clamp({policy.splits} pinned, 1, {ceiling})"
+
+
+def _round(us: float | None) -> float | None:
+    return None if us is None else round(us, 2)
 
 
 def versions() -> dict[str, str]:

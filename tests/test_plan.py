@@ -273,7 +273,7 @@ class TestExplain:
             "CTAs a sequence  4 = 8 KV heads / 2 a CTA * ceil(group 4 / 64 heads a CTA), at one split",
             "workspace        35.14 MB of float32 partials",
             "     1       33    132     1.0              4            0.03",
-            "  16384              32              512   67.11 MB                  13.98",
+            "  16384              32              512   67.11 MB    14.42       461.37",
             "splits             auto        argument splits",
             "max_splits         132         configs/h200.toml [policy] max_splits",
         ):
@@ -326,5 +326,76 @@ class TestExplain:
     def test_without_a_target(self):
         plan = sk.Policy(sm_count=132).plan(**SHAPE)
         assert "no target, 132 SMs" in plan.explain()
-        assert plan.report()["contexts"][0]["hbm_us"] is None
+        assert plan.report()["contexts"][0]["split_us"] is None
+        assert plan.report()["contexts"][0]["unsplit_us"] is None
         assert len(plan.fingerprint()) == 16
+
+
+class TestDecision:
+    def test_where_the_count_moves(self):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        moves = {(c["setting"], c["value"]): c["num_splits"] for c in plan.report()["changes"]}
+        # 4 CTAs a sequence: 132 // 4 = 33. Seven KV heads do not share CTAs in pairs, nine neither.
+        assert moves == {
+            ("sm_count", 131): 32,
+            ("sm_count", 136): 34,
+            ("num_kv_heads", 7): 18,
+            ("num_kv_heads", 9): 14,
+            ("target_waves", 2): 66,
+        }
+
+    @pytest.mark.parametrize("splits", ["auto", "balanced", "legacy", "adaptive", "fixed_size", 7])
+    def test_each_move_is_the_nearest(self, splits):
+        plan = sk.load_policy("h200", environ={}, splits=splits).plan(**SHAPE, max_seq_len=8192)
+        policy = plan.policy
+        for change in plan.report()["changes"]:
+            setting, value = change["setting"], change["value"]
+            now = {"sm_count": 132, "num_kv_heads": 8, "target_waves": 1}[setting]
+
+            def count(at, setting=setting):
+                if setting == "num_kv_heads":
+                    shape, other = {"num_q_heads": 4 * at, "num_kv_heads": at}, policy
+                else:
+                    own = {"target_ctas": at} if setting == "sm_count" else {}
+                    shape, other = {}, dataclasses.replace(policy, **{setting: at}, **own)
+                return other.plan(**SHAPE | shape, max_seq_len=8192).num_splits
+
+            assert count(value) == change["num_splits"] != plan.num_splits
+            step = 1 if value > now else -1
+            assert {count(at) for at in range(now, value, step)} == {plan.num_splits}
+
+    def test_nothing_moves_a_pinned_count(self):
+        plan = sk.load_policy("h200", environ={}, splits=7).plan(**SHAPE)
+        assert plan.report()["changes"] == []
+        assert "where the count moves" not in plan.explain()
+
+    @pytest.mark.parametrize(
+        ("settings", "shape", "match"),
+        [
+            ({"splits": "off"}, {}, "less than a wave: 4 CTAs on 132 SMs, 128 are idle"),
+            ({"splits": 200}, {}, None),
+            ({"target_waves": 9}, {}, "max_splits=132 binds: the rule asks for 297 splits"),
+            ({"splits": "adaptive"}, {"max_seq_len": 8192}, "not batch-invariant"),
+            ({}, {}, None),
+        ],
+    )
+    def test_warnings(self, settings, shape, match):
+        plan = sk.load_policy("h200", environ={}, **settings).plan(**SHAPE | shape)
+        warnings = plan.report()["warnings"]
+        if match is None:
+            assert not [w for w in warnings if "binds" not in w]
+        else:
+            assert match in " ".join(warnings)
+            assert f"warning: {warnings[0]}" in plan.explain()
+
+    def test_another_sm_count_than_the_targets(self):
+        policy = dataclasses.replace(sk.load_policy("h200", environ={}), sm_count=16)
+        (warning,) = policy.plan(**SHAPE).report()["warnings"]
+        assert warning == "16 SMs are not the 132 of h200: a MIG slice, or another part?"
+
+    def test_times_are_the_share_of_the_bandwidth(self):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
+        for row in plan.report()["contexts"]:
+            peak = row["kv_bytes"] / 4800 / 1e3
+            assert row["unsplit_us"] == pytest.approx(peak * 33, abs=0.01)
+            assert row["split_us"] == pytest.approx(peak * 33 / row["active_splits"], abs=0.01)

@@ -1,0 +1,105 @@
+"""What stands around a decision: what would change it, what it costs by context, and what to be wary of."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a plan reports its decision
+    from splitk_jax.plan import DecodePlan
+    from splitk_jax.policy import Policy
+
+SHAPE = (
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "head_dim_v",
+    "page_size",
+    "max_decode_seqs",
+    "q_dtype",
+    "kv_dtype",
+    "num_seqs",
+    "max_seq_len",
+)
+"""What a plan was made for."""
+
+# How far the search for another count goes, and the largest ceiling that a policy may have.
+MOST_SMS = 1024
+MOST_HEADS = 256
+MOST_WAVES = 64
+MOST_SPLITS = 4096
+
+
+def changes(plan: "DecodePlan") -> list[dict[str, Any]]:
+    """The next values of SM count, KV heads (of the same group) and waves at which the split count moves.
+
+    Returns:
+      {setting, value, num_splits} each, the nearest below and above; none of a setting that nothing moves with.
+    """
+    policy, found = plan.policy, []
+    settings = (
+        ("sm_count", policy.sm_count, MOST_SMS),
+        ("num_kv_heads", plan.num_kv_heads, MOST_HEADS),
+        ("target_waves", policy.target_waves, MOST_WAVES),
+    )
+    for setting, now, most in settings:
+        for values in (range(now - 1, 0, -1), range(now + 1, most + 1)):
+            moved = next(((value, count) for value, count in _counts(plan, setting, values)), None)
+            if moved is not None:
+                found.append({"setting": setting, "value": moved[0], "num_splits": moved[1]})
+    return found
+
+
+def _counts(plan: "DecodePlan", setting: str, values: range) -> Iterator[tuple[int, int]]:
+    """The values at which the split count is another one, with it."""
+    for value in values:
+        shape, policy = {}, plan.policy
+        if setting == "num_kv_heads":
+            shape = {"num_q_heads": value * plan.group, "num_kv_heads": value}
+        elif setting == "sm_count":
+            # `target_ctas` is the SM count where nobody stated another.
+            own = {} if policy.target_ctas != policy.sm_count else {"target_ctas": value}
+            policy = replace(policy, sm_count=value, **own)
+        else:
+            policy = replace(policy, target_waves=value)
+        count = _count(plan, policy, **shape)
+        if count != plan.num_splits:
+            yield value, count
+
+
+def read_us(plan: "DecodePlan", kv_bytes: int, ctas: int) -> float | None:
+    """Microseconds that so many CTAs take to read KV at the peak bandwidth, if an SM reads its share of it.
+
+    None where the target's bandwidth is not known. An SM that has the memory to itself can read more than its share; a
+    launch also starts, waits for its first bytes, and merges.
+    """
+    target = plan.policy.target
+    if target is None or target.hbm_gb_per_s is None:
+        return None
+    return kv_bytes / target.hbm_gb_per_s / 1e3 / min(1.0, ctas / plan.policy.sm_count)
+
+
+def warnings(plan: "DecodePlan") -> list[str]:
+    """What about the decision is worth a second look."""
+    policy, found = plan.policy, []
+    target = policy.target
+    if target is not None and policy.sm_count != target.sm_count:
+        found.append(
+            f"{policy.sm_count} SMs are not the {target.sm_count} of {target.name}: a MIG slice, or another part?"
+        )
+    if policy.rule != "fixed_size" and plan.num_splits == policy.max_splits:
+        more = _count(plan, replace(policy, max_splits=MOST_SPLITS))
+        if more > plan.num_splits:
+            found.append(f"max_splits={policy.max_splits} binds: the rule asks for {more} splits")
+    ctas = plan.num_splits * plan.ctas
+    if ctas < policy.sm_count:
+        idle = policy.sm_count - ctas
+        found.append(f"one sequence fills less than a wave: {ctas} CTAs on {policy.sm_count} SMs, {idle} are idle")
+    if not plan.batch_invariant:
+        found.append("not batch-invariant: a sequence's bits move with the batch bucket that it is traced for")
+    return found
+
+
+def _count(plan: "DecodePlan", policy: "Policy", **changed: int) -> int:
+    """The split count of a plan's shape under another policy, or with some of it changed."""
+    shape = {name: getattr(plan, name) for name in SHAPE} | changed
+    return plan.make(policy, **shape).num_splits
