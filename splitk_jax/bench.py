@@ -143,14 +143,10 @@ class Options:
             raise ValueError(f"--repeats={repeats} is out of range: accepted is a whole number of at least 1")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"--seconds={seconds} is out of range: accepted is a number above 0")
-        for flag, path in (("--json", json_path), ("--plot", plot_path)):
-            if path is not None and not (path == "-" and flag == "--json") and not Path(path).parent.is_dir():
-                raise ValueError(f"{flag}={path!r}: {str(Path(path).parent)!r} is not a folder")
+        if json_path not in (None, "-"):
+            require_folder("--json", json_path)
         if plot_path is not None:
-            if not plot_path.endswith(".png"):
-                raise ValueError(f"--plot={plot_path!r} must end in .png")
-            if not installed("matplotlib"):
-                raise ValueError("--plot needs matplotlib, which is not installed: pip install 'splitk_jax[bench]'")
+            require_plot(plot_path)
         return cls(
             suite=suite,
             cells=cells,
@@ -161,6 +157,21 @@ class Options:
             json_path=json_path,
             plot_path=plot_path,
         )
+
+
+def require_folder(flag: str, path: str) -> None:
+    """Raises where a file could not be written for want of its folder."""
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{flag}={path!r}: {str(Path(path).parent)!r} is not a folder")
+
+
+def require_plot(path: str) -> None:
+    """Raises where a picture could not be drawn."""
+    require_folder("--plot", path)
+    if not path.endswith(".png"):
+        raise ValueError(f"--plot={path!r} must end in .png")
+    if not installed("matplotlib"):
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install 'splitk_jax[bench]'")
 
 
 def parse_peers(text: str) -> tuple[str, ...]:

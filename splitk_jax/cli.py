@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 from splitk_jax import peers, report
-from splitk_jax.bench import Options, Run, document, head, plot, tables
+from splitk_jax.bench import Options, Run, document, head, plot, require_plot, tables
+from splitk_jax.pictures import plot_plan
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import load_policy
 from splitk_jax.shapes import SUITES
@@ -139,18 +140,68 @@ def _override_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--kv-dtype", default="bfloat16", show_default=True)
 @click.option("--num-seqs", type=int, help="Static batch bucket, for legacy and adaptive.  [default: max-decode-seqs]")
 @click.option("--max-seq-len", type=int, help="Tokens of the longest sequence, for adaptive and fixed_size.")
+@click.option("--compare", metavar="TARGET,TARGET,...", help="Put these targets side by side, instead of --target.")
+@click.option("--plot", "plot_path", metavar="FILE.png", help="Draw splits and CTAs by context, and split trees.")
 @_override_options
 @_as_json
-def explain(target: str | None, as_json: bool, **options: Any) -> None:
+def explain(target: str | None, compare: str | None, plot_path: str | None, as_json: bool, **options: Any) -> None:
     """Explain the plan for a model's shape: why this split count, what it launches, where each setting is from."""
+    if compare is not None and (target is not None or plot_path is not None):
+        raise ValueError(f"--compare={compare!r} goes with neither --target nor --plot")
+    if plot_path is not None:
+        require_plot(plot_path)
     overrides = {
         key: override_from_text(flag, key, options[key])
         for key, flag in _override_flags().items()
         if options[key] is not None
     }
     shape = {key: value for key, value in options.items() if key not in _override_flags()}
+    if compare is not None:
+        names = [name.strip() for name in compare.split(",")]
+        plans = {name: load_policy(name, **overrides).plan(**shape) for name in names}
+        if as_json:
+            click.echo(json.dumps({name: plan.report() for name, plan in plans.items()}, indent=2))
+        else:
+            click.echo(compared(plans))
+        return
     plan: DecodePlan = load_policy(target, **overrides).plan(**shape)
     click.echo(json.dumps(plan.report(), indent=2) if as_json else plan.explain())
+    if plot_path is not None:
+        plot_plan(plan, plot_path)
+
+
+def compared(plans: dict[str, DecodePlan]) -> str:
+    """Plans of one shape for several targets, a column each."""
+    reports = {name: plan.report() for name, plan in plans.items()}
+    each = list(reports.values())
+
+    def row(label: str, values: Iterable[Any]) -> list[Any]:
+        return [label, *values]
+
+    facts = [
+        row("SMs", (r["sm_count"] for r in each)),
+        row("GB/s", (r["hbm_gb_per_s"] for r in each)),
+        row("rule", (r["rule"] for r in each)),
+        row("backend", (r["plan"]["backend"] for r in each)),
+        row("splits", (r["plan"]["num_splits"] for r in each)),
+        row("CTAs a sequence, unsplit", (r["plan"]["ctas"] for r in each)),
+        row("CTAs a sequence", (r["batches"][0]["ctas"] for r in each)),
+        row("waves", (r["batches"][0]["waves"] for r in each)),
+    ]
+    contexts = [
+        [
+            f"{c['tokens']}: {what}",
+            *(next((k[key] for k in r["contexts"] if k["tokens"] == c["tokens"]), None) for r in each),
+        ]
+        for c in each[0]["contexts"]
+        for what, key in (("splits", "active_splits"), ("us", "split_us"), ("us unsplit", "unsplit_us"))
+    ]
+    notes = [f"warning, {name}: {text}\n" for name, r in reports.items() for text in r["warnings"]]
+    parts: list[Any] = [
+        report.table("decision", ("", *reports), facts),
+        report.table("by context", ("", *reports), contexts),
+    ]
+    return report.render(*parts, *notes)
 
 
 SPEC = re.compile(r"([a-z_]+[0-9]*(?:_?[a-z0-9]+)*)\[((?:[0-9]+(?:,[0-9]+)*)?)\]")

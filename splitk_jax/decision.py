@@ -52,12 +52,13 @@ def changes(plan: "DecodePlan") -> list[dict[str, Any]]:
 def _counts(plan: "DecodePlan", setting: str, values: range) -> Iterator[tuple[int, int]]:
     """The values at which the split count is another one, with it."""
     for value in values:
-        shape, policy = {}, plan.policy
+        shape: dict[str, int] = {}
+        policy = plan.policy
         if setting == "num_kv_heads":
             shape = {"num_q_heads": value * plan.group, "num_kv_heads": value}
         elif setting == "sm_count":
             # `target_ctas` is the SM count where nobody stated another.
-            own = {} if policy.target_ctas != policy.sm_count else {"target_ctas": value}
+            own: dict[str, Any] = {} if policy.target_ctas != policy.sm_count else {"target_ctas": value}
             policy = replace(policy, sm_count=value, **own)
         else:
             policy = replace(policy, target_waves=value)

@@ -132,3 +132,25 @@ def test_runs_as_a_module():
         [sys.executable, "-m", "splitk_jax", "show", "gb10"], capture_output=True, text=True, check=True
     )
     assert "NVIDIA GB10" in done.stdout
+
+
+def test_explain_compares_targets():
+    shape = EXPLAIN[EXPLAIN.index("--q-heads") :]
+    done = run("explain", "--compare", "h100, gb10,b200", *shape)
+    assert done.exit_code == 0
+    for line in ("SMs", "4096: us unsplit"):
+        assert line in done.output
+    assert [*json.loads(run("explain", "--compare", "h100,gb10", *shape, "--json").output)] == ["h100", "gb10"]
+    starved = run("explain", "--compare", "h100,gb10", "--splits", "off", *shape)
+    assert "warning, gb10: one sequence fills less than a wave" in " ".join(starved.output.split())
+    assert "goes with neither --target nor --plot" in run(*EXPLAIN, "--compare", "h100").stderr
+    assert "target 'nope' is not known" in " ".join(run("explain", "--compare", "h100,nope", *shape).stderr.split())
+
+
+def test_explain_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert run(*EXPLAIN, "--plot", str(path)).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for wrong in (tmp_path / "plan.svg", tmp_path / "none" / "plan.png"):
+        assert run(*EXPLAIN, "--plot", str(wrong)).exit_code == 2

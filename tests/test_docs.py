@@ -51,6 +51,26 @@ def test_commands_print_what_the_readme_shows():
             assert line in ("", "...", *done.output.splitlines())
 
 
+def test_the_policy_page_runs_as_written(monkeypatch):
+    page = (ROOT / "docs" / "policy.md").read_text()
+    scope = {}
+    for code in blocks(page, "python"):
+        exec(code, scope)
+    monkeypatch.chdir(ROOT)
+    sessions = [b for b in blocks(page, "") if b.startswith("$ splitk-jax")]
+    assert len(sessions) == 5
+    for session in sessions:
+        (command,) = re.findall(r"^\$ splitk-jax (.*)", session)
+        if "examples/" in command:
+            pytest.importorskip("gguf")
+        done = CliRunner().invoke(main, shlex.split(command))
+        assert done.exit_code == 0, done.output
+        for line in session.splitlines()[1:]:
+            assert line in ("", "...", *done.output.splitlines())
+    # What no block shows: the pictures are made by the command on the page.
+    assert set(re.findall(r"\]\((plan-[a-z0-9]+\.png)\)", page)) == {p.name for p in (ROOT / "docs").glob("*.png")}
+
+
 def test_every_variable_is_documented():
     for text in (README, CONFIGS):
         assert set(re.findall(r"`(SPLITK_JAX_[A-Z_]*[A-Z])`", text)) == set(ENV_NAMES)
