@@ -162,7 +162,11 @@ def make_plan(
 
 def splitk_inspect():
     """What `splitk-jax inspect examples/decode.py` shows: the decode step for four prompts, without its weights."""
-    config, max_seq_len, num_seqs = smollm2.read_config(smollm2.find_gguf()), 256, len(PROMPTS)
+    try:
+        config = smollm2.read_config(smollm2.find_gguf())
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    max_seq_len, num_seqs = 256, len(PROMPTS)
     dtype = np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     plan = make_plan(config, dtype, target=None, max_decode_seqs=num_seqs, max_seq_len=max_seq_len, min_kv_per_split=64)
     graph, weights = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))

@@ -119,11 +119,15 @@ def paged_decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     if plan.backend == "mosaic":
-        checks.require_served_by_mosaic(plan, q, window=options["window"], softcap=options["softcap"], sinks=sinks)
+        checks.require_served_by_mosaic(
+            plan, q, window=options["window"], softcap=options["softcap"], sinks=sinks, runs=not traced
+        )
     if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    log.traced(plan)
+    if traced:
         for observe in marks.OBSERVERS:
             observe(plan)
     out, lse = _decode(plan)(*arrays, **options)
@@ -153,8 +157,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    log.traced(plan)
-    q = marks.mark(q, plan=plan, window=window, softcap=softcap)
+    q = marks.mark(q, plan=plan, window=window, softcap=softcap, sinks=sinks is not None)
     if q.shape[0] == 0:
         return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
 

@@ -233,9 +233,12 @@ def validate_batch(
 
 
 def require_served_by_mosaic(
-    plan: DecodePlan, q: jax.Array, *, window: int | None, softcap: float | None, sinks: Any
+    plan: DecodePlan, q: jax.Array, *, window: int | None, softcap: float | None, sinks: Any, runs: bool
 ) -> None:
     """Refuses by name what the mosaic backend does not serve, and a process that cannot run it.
+
+    Args:
+      runs: whether the call runs here and now, on arrays: for another machine it can only be traced and lowered.
 
     Raises:
       NotImplementedError: naming what was asked for and the backend that serves it.
@@ -256,11 +259,16 @@ def require_served_by_mosaic(
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))
         raise NotImplementedError(f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {instead}")
-    if plan.policy.ahead_of_time:
+    if plan.policy.ahead_of_time and not runs:
         return
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":
+        elsewhere = (
+            "trace and lower it with .trace(...).lower(lowering_platforms=('cuda',)) for another machine"
+            if plan.policy.ahead_of_time
+            else "say load_policy(..., ahead_of_time=True) to lower for another machine"
+        )
         raise NotImplementedError(
             f"device {device.device_kind!r}: the mosaic backend needs an sm_90 GPU as JAX's first device; {instead}, or"
-            " say load_policy(..., ahead_of_time=True) to lower for another machine"
+            f" {elsewhere}"
         )

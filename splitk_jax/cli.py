@@ -158,7 +158,12 @@ def explain(target: str | None, compare: str | None, plot_path: str | None, as_j
     shape = {key: value for key, value in options.items() if key not in _override_flags()}
     if compare is not None:
         names = [name.strip() for name in compare.split(",")]
-        plans = {name: load_policy(name, **overrides).plan(**shape) for name in names}
+        plans = {}
+        for name in names:
+            try:
+                plans[name] = load_policy(name, **overrides).plan(**shape)
+            except (ValueError, NotImplementedError) as e:
+                raise ValueError(f"--compare, {name}: {e}") from e
         if as_json:
             click.echo(json.dumps({name: plan.report() for name, plan in plans.items()}, indent=2))
         else:
@@ -184,8 +189,8 @@ def compared(plans: dict[str, DecodePlan]) -> str:
         row("rule", (r["rule"] for r in each)),
         row("backend", (r["plan"]["backend"] for r in each)),
         row("splits", (r["plan"]["num_splits"] for r in each)),
-        row("CTAs a sequence, unsplit", (r["plan"]["ctas"] for r in each)),
-        row("CTAs a sequence", (r["batches"][0]["ctas"] for r in each)),
+        row("CTAs a sequence", (r["plan"]["ctas"] for r in each)),
+        row("CTAs, all splits", (r["batches"][0]["ctas"] for r in each)),
         row("waves", (r["batches"][0]["waves"] for r in each)),
     ]
     contexts = [
@@ -204,7 +209,7 @@ def compared(plans: dict[str, DecodePlan]) -> str:
     return report.render(*parts, *notes)
 
 
-SPEC = re.compile(r"([a-z_]+[0-9]*(?:_?[a-z0-9]+)*)\[((?:[0-9]+(?:,[0-9]+)*)?)\]")
+SPEC = re.compile(r"([a-z][a-z0-9_]*)\[(\s*(?:[0-9]+(?:\s*,\s*[0-9]+)*)?\s*)\](?:\s*,\s*|\s+|$)")
 SHORT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32"}
 INSPECTED = "splitk_inspect"
 
@@ -229,7 +234,10 @@ def inspect(function: str, specs: str | None, as_json: bool) -> None:
     fn: Any = _import_function(function)
     if specs is None:
         made = fn()
-        if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
+        inspected = (
+            isinstance(made, tuple) and len(made) in (2, 3) and (callable(made[0]) or hasattr(made[0], "as_text"))
+        )
+        if not inspected:
             raise ValueError(
                 f"{function} was called without arguments and returned {type(made).__name__}: accepted is (function,"
                 " args) or (function, args, kwargs); or give the shapes of its own arguments with --args"
@@ -245,18 +253,20 @@ def parse_specs(text: str) -> list[Any]:
     """Reads `--args`: dtype[shape] for each argument, between spaces."""
     import jax
 
-    structs = []
-    for part in text.split():
-        match = SPEC.fullmatch(part)
+    structs, rest = [], text.strip()
+    while rest:
+        match = SPEC.match(rest)
         try:
             if match is None:
                 raise TypeError
             dtype = jax.numpy.dtype(SHORT_DTYPES.get(match[1], match[1]))
         except TypeError:
             raise ValueError(
-                f"--args: {part!r} is not an array: accepted is dtype[shape], such as bf16[4,32,128] or int32[4]"
+                f"--args: {rest!r} does not begin with an array: accepted is dtype[shape], such as bf16[4,32,128] or"
+                " int32[4]"
             ) from None
-        structs.append(jax.ShapeDtypeStruct(tuple(map(int, match[2].split(","))) if match[2] else (), dtype))
+        structs.append(jax.ShapeDtypeStruct(tuple(map(int, match[2].split(","))) if match[2].strip() else (), dtype))
+        rest = rest[match.end() :]
     return structs
 
 
@@ -281,12 +291,16 @@ def _import_function(text: str) -> Callable[..., Any]:
             module = importlib.import_module(where)
     except ImportError as e:
         raise ValueError(f"{where!r} cannot be imported: {e}") from e
-    fn = getattr(module, name, None) if name else None
+    if not name:
+        raise ValueError(f"{text!r} names no function: accepted is module:function or file.py:function")
+    fn: Any = module
+    for part in name.split("."):
+        if not hasattr(fn, part):
+            whole = f"; {INSPECTED} is taken where a file alone is named" if name == INSPECTED else ""
+            raise ValueError(f"{text!r}: {getattr(fn, '__name__', type(fn).__name__)} has no {part!r}{whole}")
+        fn = getattr(fn, part)
     if not callable(fn):
-        raise ValueError(
-            f"{text!r} names no function: accepted is module:function, or file.py:function; of a file alone,"
-            f" {INSPECTED} is taken"
-        )
+        raise ValueError(f"{text!r} is not a function, got {type(fn).__name__}")
     return fn
 
 

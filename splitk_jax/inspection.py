@@ -21,6 +21,7 @@ from splitk_jax.plan import DecodePlan
 KERNEL = "splitk_"
 OWN_FOLDER = str(Path(__file__).parent)
 JAX_FOLDER = str(Path(jax.__file__).parent)
+JITTED = type(jax.jit(lambda: None))
 
 IN_TEXT = re.compile(rf"{marks.DECODE}_s(\d+)_([a-z]+)_([0-9a-f]{{16}})")
 KERNEL_IN_TEXT = re.compile(r"splitk_(?:[a-z]+_)?(?:split|combine)_s\d+(?:_t\d+(?:x\d+)?)?")
@@ -32,14 +33,18 @@ class Call:
 
     Attributes:
       kind: `decode` or `merge`.
-      where: what it is inside of, outermost first: `scan of 32`, `while`, `branch 1 of cond`, `shard_map`, ...
-      times: how often one run of the function makes it; None where that is not static: in a while loop or a branch.
-      source: the line that makes it, `file:line (function)`; None where it is not known.
+      where: what it is inside of, outermost first: `scan of 32`, `vmap of 3`, `while`, `condition of while`,
+        `branch 1 of cond` (of `jax.lax.cond` the true one), `shard_map`, `remat`, `exported`.
+      times: how often one run of the function makes it; None where that is not static: in a while loop or a branch, and
+        in text.
+      source: the line that makes it, `path:line (function)`; None where it is not known.
       batch, q_len: of the queries, static; None in text.
+      states: how many states a merge merges; None for a decode, and in text.
       num_splits, backend, fingerprint: the plan's; None for a merge.
       kernels: names of the kernels, as lowered text has them, with the launch grid of each; the grid is None where the
         backend has none, or in text.
-      window, softcap: static decisions beside the plan's.
+      window, softcap, sinks: static decisions beside the plan's, and whether there are sinks; None also in text, which
+        does not say.
       plan: the plan; None for a merge, and in text.
     """
 
@@ -49,12 +54,14 @@ class Call:
     source: str | None = None
     batch: int | None = None
     q_len: int | None = None
+    states: int | None = None
     num_splits: int | None = None
     backend: str | None = None
     fingerprint: str | None = None
     kernels: tuple[tuple[str, tuple[int, ...] | None], ...] = ()
     window: int | None = None
     softcap: float | None = None
+    sinks: bool | None = None
     plan: DecodePlan | None = None
 
 
@@ -95,26 +102,38 @@ class Inspection:
         rows = [
             (
                 call.kind,
-                call.source or "-",
+                "-" if call.source is None else call.source.rpartition("/")[2],
                 " > ".join(call.where) or "-",
                 "?" if call.times is None else call.times,
                 _or_dash(call.batch),
                 _or_dash(call.q_len),
+                _options(call),
                 _or_dash(call.num_splits),
-                call.backend or "-",
                 call.fingerprint or "-",
             )
             for call in self.calls
         ]
-        # Layers of a model follow one another: equal lines are one.
-        lines = [(len(list(same)), *row) for row, same in itertools.groupby(rows)]
-        header = ("calls", "kind", "at", "in", "times", "batch", "q_len", "splits", "backend", "plan")
-        kernels = dict.fromkeys((call.fingerprint or "-", *kernel) for call in self.calls for kernel in call.kernels)
-        launches = [(plan, name, "-" if grid is None else " x ".join(map(str, grid))) for plan, name, grid in kernels]
-        return report.render(
-            report.table("calls", header, lines, left=4),
-            report.table("kernels", ("plan", "kernel", "grid"), launches, left=3),
-        )
+        # Layers of a model follow one another: equal lines are one. Of a text nobody knows how many calls it has.
+        lines = [
+            ("?" if row[1] == "-" else len(list(same)), *row) for row, same in itertools.groupby(rows, key=lambda r: r)
+        ]
+        header = ("calls", "kind", "at", "in", "times", "batch", "q_len", "options", "splits", "plan")
+        parts = [report.table("calls", header, lines, left=4)]
+        kernels = dict.fromkeys((call.fingerprint, *kernel) for call in self.calls for kernel in call.kernels)
+        if kernels:
+            launches = [
+                (plan, name, "-" if grid is None else " x ".join(map(str, grid))) for plan, name, grid in kernels
+            ]
+            parts.append(report.table("kernels", ("plan", "kernel", "grid"), launches, left=3))
+        return report.render(*parts)
+
+
+def _options(call: Call) -> str:
+    named = [f"{name}={value}" for name in ("window", "softcap") if (value := getattr(call, name)) is not None]
+    return (
+        ", ".join([*named, *(["sinks"] if call.sinks else []), *([f"{call.states} states"] if call.states else [])])
+        or "-"
+    )
 
 
 def inspect(fn: Any, *args: Any, **kwargs: Any) -> Inspection:
@@ -137,25 +156,29 @@ def inspect(fn: Any, *args: Any, **kwargs: Any) -> Inspection:
     if text is not None or isinstance(fn, jax.stages.Traced):
         if args or kwargs:
             raise TypeError(f"fn={type(fn).__name__} is traced already: accepted is no further argument")
-        return Inspection(_calls_in_text(text)) if text is not None else Inspection(_calls(fn.jaxpr))
+        return Inspection(_calls_in_text(text, ()) if text is not None else _calls(fn.jaxpr))
     if not callable(fn):
         raise TypeError(
-            f"fn must be a function, or a jax.stages.Traced, Lowered or Compiled, or a jax.export.Exported, got"
-            f" {type(fn).__name__}"
+            "fn must be a function, or a jax.stages.Traced, Lowered or Compiled, or a jax.export.Exported, got"
+            f" {type(fn).__module__}.{type(fn).__qualname__}"
         )
-    if hasattr(fn, "trace"):
-        return Inspection(_calls(fn.trace(*args, **kwargs).jaxpr))
-    return Inspection(_calls(_trace(fn, args, kwargs)))
+    # What `disable_jit` would run step by step is traced all the same: it is what runs without it.
+    with jax.disable_jit(False):
+        if isinstance(fn, JITTED):
+            return Inspection(_calls(fn.trace(*args, **kwargs).jaxpr))
+        return Inspection(_calls(_trace(fn, args, kwargs)))
 
 
 def _text(fn: Any) -> str | None:
     if isinstance(fn, jax.export.Exported):
         return str(fn.mlir_module())
-    if isinstance(fn, jax.stages.Lowered):
-        return fn.as_text(debug_info=True)
-    if isinstance(fn, jax.stages.Compiled):
+    if not hasattr(fn, "as_text"):
+        return None
+    # Lowered and compiled functions, JAX's and those that other libraries wrap in their own.
+    try:
+        return fn.as_text(debug_info=True) or ""
+    except TypeError:  # of a compiled function there is no choice
         return fn.as_text() or ""
-    return None
 
 
 def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,21 +196,27 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return jax.make_jaxpr(call)(*(leaves[i] for i in arrays))
 
 
-def _calls_in_text(text: str) -> tuple[Call, ...]:
+def _calls_in_text(text: str, where: tuple[str, ...]) -> tuple[Call, ...]:
     kernels = dict.fromkeys(match.group() for match in KERNEL_IN_TEXT.finditer(text))
+
+    def belongs(name: str, splits: str, backend: str) -> bool:
+        of_reference = name.startswith(f"{KERNEL}reference_")
+        return of_reference == (backend == "reference") and re.search(rf"_s{splits}(?!\d)", name) is not None
+
     calls = [
         Call(
             kind="decode",
+            where=where,
             times=None,
             num_splits=int(splits),
             backend=backend,
             fingerprint=fingerprint,
-            kernels=tuple((name, None) for name in kernels if re.search(rf"_s{splits}(?!\d)", name)),
+            kernels=tuple((name, None) for name in kernels if belongs(name, splits, backend)),
         )
         for splits, backend, fingerprint in dict.fromkeys(match.groups() for match in IN_TEXT.finditer(text))
     ]
     if marks.MERGE in text:
-        calls.append(Call(kind="merge", times=None))
+        calls.append(Call(kind="merge", where=where, times=None))
     return tuple(calls)
 
 
@@ -203,37 +232,46 @@ def _walk(jaxpr: Any, where: tuple[str, ...], times: int | None, source: str | N
         line = _source(equation) or source
         if name.startswith(marks.DECODE):
             yield _decode_call(params["jaxpr"], where, times, line)
-            continue
-        if name == marks.MERGE:
-            yield Call(kind="merge", where=where, times=times, source=line)
-            continue
-        for label, count, inner in _bodies(primitive, params):
-            inside = where if label is None else (*where, label)
-            yield from _walk(inner, inside, None if times is None or count is None else times * count, line)
+        elif name == marks.MERGE:
+            states = len(equation.invars) // 2  # an out and an lse each
+            yield Call(kind="merge", where=where, times=times, source=line, states=states)
+        elif primitive == "call_exported":
+            yield from _calls_in_text(str(params["exported"].mlir_module()), (*where, "exported"))
+        else:
+            for label, count, inner in _bodies(primitive, params):
+                inside = where if label is None else (*where, label)
+                yield from _walk(inner, inside, None if times is None or count is None else times * count, line)
 
 
 def _decode_call(closed: Any, where: tuple[str, ...], times: int | None, source: str | None) -> Call:
-    equations = list(_equations(getattr(closed, "jaxpr", closed)))
-    (mark,) = (equation for equation in equations if equation.primitive is marks.plan_p)
+    equations = list(_equations(getattr(closed, "jaxpr", closed), ()))
+    (mark,) = (equation for equation, _ in equations if equation.primitive is marks.plan_p)
+    launches = [(equation, loops) for equation, loops in equations if _name(equation).startswith(KERNEL)]
     plan: DecodePlan = mark.params["plan"]
-    # [batch, q_len, heads, head_dim]; under `vmap` with the mapped axis before them.
-    batch, q_len = mark.invars[0].aval.shape[-4:-2]
-    names = [(str(e.params.get("name", "")), _grid(e)) for e in equations]
+    # Under `vmap` the call is a loop over its rows.
+    mapped = launches[0][1] if launches else ()
+    for size in mapped:
+        where, times = (*where, f"vmap of {size}"), None if times is None else times * size
     return Call(
         kind="decode",
         where=where,
         times=times,
         source=source,
-        batch=batch,
-        q_len=q_len,
+        batch=mark.params["batch"],
+        q_len=mark.params["q_len"],
         num_splits=plan.num_splits,
         backend=plan.backend,
         fingerprint=plan.fingerprint(),
-        kernels=tuple(dict.fromkeys((name, grid) for name, grid in names if name.startswith(KERNEL))),
+        kernels=tuple(dict.fromkeys((_name(equation), _grid(equation)) for equation, _ in launches)),
         window=mark.params["window"],
         softcap=mark.params["softcap"],
+        sinks=mark.params["sinks"],
         plan=plan,
     )
+
+
+def _name(equation: Any) -> str:
+    return str(equation.params.get("name", ""))
 
 
 def _grid(equation: Any) -> tuple[int, ...] | None:
@@ -242,12 +280,14 @@ def _grid(equation: Any) -> tuple[int, ...] | None:
     return tuple(meshes[0].grid) if meshes else None
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: Any, loops: tuple[int, ...]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Each equation of a call with the lengths of the scans around it; kernels are not entered."""
     for equation in jaxpr.eqns:
-        yield equation
-        if not equation.params.get("meshes"):  # a kernel's body is not the program's
+        yield equation, loops
+        if not _name(equation).startswith(KERNEL):
             for _, _, inner in _bodies(equation.primitive.name, equation.params):
-                yield from _equations(inner)
+                around = (*loops, equation.params["length"]) if equation.primitive.name == "scan" else loops
+                yield from _equations(inner, around)
 
 
 def _bodies(primitive: str, params: dict[str, Any]) -> Iterator[tuple[str | None, int | None, Any]]:
@@ -255,7 +295,7 @@ def _bodies(primitive: str, params: dict[str, Any]) -> Iterator[tuple[str | None
     if primitive == "scan":
         yield f"scan of {params['length']}", params["length"], params["jaxpr"].jaxpr
     elif primitive == "while":
-        yield "while", None, params["cond_jaxpr"].jaxpr
+        yield "condition of while", None, params["cond_jaxpr"].jaxpr
         yield "while", None, params["body_jaxpr"].jaxpr
     elif primitive == "cond":
         for i, branch in enumerate(params["branches"]):
@@ -274,7 +314,7 @@ def _source(equation: Any) -> str | None:
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in [] if traceback is None else traceback.frames:
         if not frame.file_name.startswith((OWN_FOLDER, JAX_FOLDER, "<")):
-            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.split('.')[-1]})"
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name.split('.')[-1]})"
     return None
 
 

@@ -37,9 +37,10 @@ def _no_gradient(primals: Any, tangents: Any, **decisions: Any) -> Any:
 ad.primitive_jvps[plan_p] = _no_gradient
 
 
-def mark(q: jax.Array, *, plan: DecodePlan, window: int | None, softcap: float | None) -> jax.Array:
-    """The queries, with the call's static decisions on them."""
-    return plan_p.bind(q, plan=plan, window=window, softcap=softcap)
+def mark(q: jax.Array, *, plan: DecodePlan, window: int | None, softcap: float | None, sinks: bool) -> jax.Array:
+    """The queries [batch, q_len, num_q_heads, head_dim], with the call's static decisions on them."""
+    batch, q_len = q.shape[:2]
+    return plan_p.bind(q, plan=plan, batch=batch, q_len=q_len, window=window, softcap=softcap, sinks=sinks)
 
 
 def call_name(plan: DecodePlan) -> str:

@@ -420,7 +420,7 @@ class DecodePlan:
         bandwidth = None if target is None else target.hbm_gb_per_s
         token_bytes = self.num_kv_heads * (self.head_dim + self.head_dim_v) * _itemsize(self.kv_dtype)
         batches = []
-        for batch in REPORT_BATCHES:
+        for batch in [n for n in REPORT_BATCHES if n <= self.max_decode_seqs]:
             splits = num_splits(
                 policy,
                 ctas=self.ctas,
@@ -442,7 +442,8 @@ class DecodePlan:
             )
         contexts = []
         asked = set() if self.max_seq_len is None else {self.max_seq_len}
-        for tokens in sorted(asked.union(n for n in REPORT_CONTEXTS if n <= self.max_tokens)):
+        longest = min(self.max_tokens, *asked) if asked else self.max_tokens
+        for tokens in sorted(asked.union(n for n in REPORT_CONTEXTS if n <= longest)):
             edges, kv_bytes = self.edges(np.int64(tokens)), tokens * token_bytes
             contexts.append(
                 {
@@ -500,7 +501,7 @@ class DecodePlan:
             "\n".join(lines),
             report.table(
                 "by batch, all splits active",
-                ("batch", "splits", "CTAs", "waves", "unsplit CTAs", "unsplit waves"),
+                ("batch", "splits", "CTAs of work", "waves", "unsplit", "unsplit waves"),
                 [list(row.values()) for row in facts["batches"]],
                 left=0,
             ),
@@ -555,7 +556,7 @@ class DecodePlan:
         return [
             f"launch           {launch['ctas']} CTAs at every batch, {launch['teams']} teams of {self.ctas};"
             f" {launch['smem_bytes']} bytes of shared memory each, {self.stages} stages,"
-            f" {self.warpgroups + 1} warpgroups"
+            f" {self.warpgroups} warpgroups that compute"
         ]
 
     def _formula(self) -> str:
@@ -650,8 +651,8 @@ def dtype_name(argument: str, dtype: Any) -> str:
         raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(KV_DTYPES)}") from None
     if name in _QUANTISED:
         raise NotImplementedError(
-            f"{argument}={name}: quantised KV is served by no backend of this build (reference): use one of"
-            f" {', '.join(KV_DTYPES)}"
+            f"{argument}={name}: {'queries in it are' if argument == 'q_dtype' else 'quantised KV is'} served by no"
+            f" backend of this build ({', '.join(BACKENDS)}): use one of {', '.join(KV_DTYPES)}"
         )
     if name not in KV_DTYPES:
         raise ValueError(f"{argument}={name!r} is not served: accepted are {', '.join(KV_DTYPES)}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from splitk_jax import log, report
+from splitk_jax import report
 from splitk_jax.target import (
     OVERRIDES,
     ConfigError,
@@ -149,6 +149,7 @@ class Policy:
       target: the hardware, for reports; takes no part in equality.
       origins: (key, where its value came from); takes no part in equality.
       ahead_of_time: the plan is for another machine than this one: its device is not compared.
+      log_plans: a plan of this policy is logged when it is first traced (`SPLITK_JAX_LOG=plan`).
 
     Raises:
       ValueError, TypeError: a field that is not accepted, naming it, what was got and what is accepted.
@@ -166,6 +167,7 @@ class Policy:
     target: Target | None = field(default=None, compare=False, repr=False)
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     ahead_of_time: bool = field(default=False, compare=False, repr=False)
+    log_plans: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sm_count", whole_number("sm_count", self.sm_count, 1, 4096))
@@ -307,8 +309,6 @@ def resolve_policy(
 
 
 def _resolve(target: Target, environment: Environment, ahead_of_time: bool, overrides: dict[str, Any]) -> Policy:
-    if environment.log_plans:
-        log.show_plans()
     values: dict[str, tuple[Any, str]] = dict(_DEFAULTS)
     values["target_ctas"] = (target.sm_count, "default: sm_count")
     origins = dict(target.origins)
@@ -322,6 +322,7 @@ def _resolve(target: Target, environment: Environment, ahead_of_time: bool, over
         tiles=target.tiles,
         target=target,
         ahead_of_time=ahead_of_time,
+        log_plans=environment.log_plans,
         origins=(("sm_count", origins["sm_count"]), *((key, origin) for key, (_, origin) in values.items())),
         **{key: value for key, (value, _) in values.items()},
     )

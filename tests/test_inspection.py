@@ -65,10 +65,6 @@ def in_branches(q, *rest):
     )
 
 
-def mapped(q, *rest):
-    return jax.vmap(lambda q: decode(q, *rest))(q)
-
-
 def sharded(q, *rest):
     mesh = Mesh(np.array(jax.devices()[:1]), ("heads",))
     by_head = PartitionSpec(None, "heads")
@@ -129,11 +125,25 @@ class TestConstructs:
             assert (call.num_splits, call.backend) == (call.plan.num_splits, "reference")
             assert call.fingerprint == call.plan.fingerprint()
             assert (call.batch, call.q_len) == (BATCH, 1)
-            assert re.fullmatch(r"test_inspection\.py:\d+ \((decode|<lambda>)\)", call.source)
+            assert re.fullmatch(rf"{re.escape(__file__)}:\d+ \((decode|<lambda>)\)", call.source)
 
-    def test_vmap(self):
-        (call,) = sk.inspect(mapped, *arguments(7))
+    @pytest.mark.parametrize("axis", [0, 2])
+    def test_vmap_is_a_loop(self, axis):
+        q, *rest = arguments(7)
+        q = jax.ShapeDtypeStruct((*q.shape[1 : axis + 1], 7, *q.shape[axis + 1 :]), q.dtype)
+        (call,) = sk.inspect(jax.vmap(decode, in_axes=(axis, *[None] * 4), out_axes=axis), q, *rest)
         assert (call.plan, call.batch, call.q_len) == (PLAN, BATCH, 1)
+        assert (call.where, call.times) == (("vmap of 7",), 7)
+
+    def test_vmap_of_lengths_in_a_scan(self):
+        def layers(q, *rest):
+            by_lengths = jax.vmap(decode, in_axes=(None, None, None, None, 0))
+            return jax.lax.scan(lambda x, _: (by_lengths(x, *rest)[0], None), q, None, length=5)[0]
+
+        *arrays, lengths = arguments()
+        lengths = jax.ShapeDtypeStruct((3, *lengths.shape), lengths.dtype)
+        (call,) = sk.inspect(layers, *arrays, lengths)
+        assert (call.where, call.times) == (("scan of 5", "vmap of 3"), 15)
 
     def test_branches_hold_their_own_plans(self):
         calls = sk.inspect(in_branches, *arguments())
@@ -148,10 +158,18 @@ class TestConstructs:
         merge = sk.inspect(cascade, *arguments())[2]
         assert (merge.plan, merge.num_splits, merge.kernels) == (None, None, ())
         assert "(cascade)" in str(merge.source)
+        assert merge.states == 2
 
     def test_options_that_are_static(self):
         (call,) = sk.inspect(functools.partial(decode, window=9, softcap=2.0), *arguments())
-        assert (call.window, call.softcap) == (9, 2.0)
+        assert (call.window, call.softcap, call.sinks) == (9, 2.0, False)
+
+        def with_sinks(*arrays):
+            return decode(*arrays, sinks=jnp.zeros(4)) + decode(*arrays)
+
+        found = sk.inspect(with_sinks, *arguments())
+        assert [call.sinks for call in found] == [True, False]
+        assert "sinks" in str(found)
 
     def test_several_query_tokens(self):
         q, *rest = arguments()
@@ -217,8 +235,38 @@ class TestWhatItIsReadFrom:
         (call,) = sk.inspect(step, arguments(), {"plan": OTHER, "name": "x"})
         assert call.plan == OTHER
 
+    def test_a_text_keeps_plans_apart(self):
+        def two(*arrays):
+            return decode(*arrays) + decode(*arrays, plan=OTHER)
+
+        lowered = jax.jit(two).lower(*arguments())
+        for call in sk.inspect(lowered):
+            assert len(call.kernels) == 2
+            assert all(f"_s{call.num_splits}" in name for name, _ in call.kernels)
+        assert all(line.startswith(" ?") for line in str(sk.inspect(lowered)).splitlines() if "decode" in line)
+
+    def test_an_exported_function_that_is_called(self):
+        exported = jax.export.export(jax.jit(decode))(*arguments())
+        (call,) = sk.inspect(lambda *arrays: exported.call(*arrays), *arguments())
+        assert (call.fingerprint, call.where) == (PLAN.fingerprint(), ("exported",))
+
+    def test_without_jit(self):
+        with jax.disable_jit():
+            (call,) = sk.inspect(decode, *arguments())
+        assert call.plan == PLAN
+
+    def test_an_object_with_a_trace_of_its_own(self):
+        class Engine:
+            def trace(self, path):
+                raise AssertionError("not JAX's")
+
+            def __call__(self, *arrays):
+                return decode(*arrays)
+
+        assert sk.inspect(Engine(), *arguments())[0].plan == PLAN
+
     def test_refuses_what_is_no_function(self):
-        with pytest.raises(TypeError, match=r"fn must be a function.*got int"):
+        with pytest.raises(TypeError, match=r"fn must be a function.*got builtins\.int"):
             sk.inspect(3)
 
     def test_prints_and_reports(self):
@@ -289,11 +337,7 @@ class TestTheMark:
 class TestLog:
     @pytest.fixture(autouse=True)
     def _as_it_was(self, monkeypatch):
-        monkeypatch.setattr(log, "_asked_for", False)
         monkeypatch.setattr(log, "_seen", set())
-        level = log.LOGGER.level
-        yield
-        log.LOGGER.setLevel(level)
 
     def trace(self, **environ):
         policy = sk.load_policy("cpu", environ=environ, splits=7, min_kv_per_split=16)
@@ -308,13 +352,20 @@ class TestLog:
         self.trace()
         assert not caplog.records
 
-    def test_a_line_a_plan(self, caplog):
-        caplog.set_level("INFO", logger="splitk_jax")
+    def test_to_the_standard_error_where_nobody_logs(self, monkeypatch, capsys):
+        monkeypatch.setattr(log.LOGGER, "propagate", False)
+        plan = self.trace(SPLITK_JAX_LOG="plan")
+        assert capsys.readouterr().err == f"splitk_jax.plan: {log.line(plan)}\n"
+
+    @pytest.mark.parametrize("disabled", [False, True])
+    def test_a_line_a_plan(self, caplog, monkeypatch, disabled):
+        """Whatever a program has done to the logger since."""
+        monkeypatch.setattr(log.LOGGER, "disabled", disabled)
         plan = self.trace(SPLITK_JAX_LOG="plan")
         (record,) = caplog.records
         assert record.name == "splitk_jax.plan"
         assert record.getMessage() == (
-            "cpu: 7 splits by pinned (argument splits), 14 CTAs a sequence, 14.0 waves of 1, reference, plan "
+            "cpu: 7 splits by pinned (argument splits), 14 CTAs with all of them, 14.0 waves of 1, reference, plan "
             + plan.fingerprint()
         )
 
@@ -365,7 +416,7 @@ class TestCommand:
             assert part in done.output
 
     def test_shapes_on_the_command_line(self):
-        specs = "f32[3,4,64] float32[16,16,2,64] f32[16,16,2,64] i32[3,4] int32[3]"
+        specs = "f32[3,4,64] float32[16, 16, 2, 64], f32[16,16,2,64] i32[3,4]  int32[3]"
         done = self.run(f"{self.HERE}:decode", "--args", specs, "--json")
         assert done.exit_code == 0, done.output
         (facts,) = json.loads(done.output)
@@ -380,12 +431,13 @@ class TestCommand:
         [
             (["no_such_module:f"], "'no_such_module' cannot be imported"),
             (["no_such_file.py"], "'no_such_file.py' is not a file"),
-            (["json:nothing"], "'json:nothing' names no function"),
+            (["json:nothing"], "'json:nothing': json has no 'nothing'"),
+            (["json:__name__"], "'json:__name__' is not a function, got str"),
             (["json"], "'json' names no function"),
             ([HERE], "splitk_inspect is taken"),
             (["builtins:dict"], "returned dict: accepted is (function, args)"),
-            (["jax.numpy:sin", "--args", "f32[3"], "'f32[3' is not an array"),
-            (["jax.numpy:sin", "--args", "f33[3]"], "'f33[3]' is not an array"),
+            (["jax.numpy:sin", "--args", "f32[3"], "'f32[3' does not begin with an array"),
+            (["jax.numpy:sin", "--args", "f32[3] f33[3]"], "'f33[3]' does not begin with an array"),
         ],
     )
     def test_what_is_refused(self, args, message):

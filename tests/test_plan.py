@@ -272,7 +272,7 @@ class TestExplain:
             "num_splits       33 = clamp(ceil(1 waves * 132 SMs / 4 CTAs), 1, max_splits 132)",
             "CTAs a sequence  4 = 8 KV heads / 2 a CTA * ceil(group 4 / 64 heads a CTA), at one split",
             "workspace        35.14 MB of float32 partials",
-            "     1       33    132     1.0              4            0.03",
+            "     1       33            132     1.0         4            0.03",
             "  16384              32              512   67.11 MB    14.42       461.37",
             "splits             auto        argument splits",
             "max_splits         132         configs/h200.toml [policy] max_splits",
