@@ -2,44 +2,54 @@
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from splitk_jax.plan import DecodePlan
+from splitk_jax.policy import num_splits
 
 BATCHES = (1, 4, 16, 64)
-CONTEXTS = tuple(1 << n for n in range(7, 18))
-RAGGED = (131072, 65536, 40000, 16384, 6000, 1500)
-"""Tokens of the sequences whose trees are drawn."""
+LONGEST = 131072
+"""Tokens that the pictures go to, where a plan was not made for fewer."""
+
+RAGGED = (1, 0.5, 0.3, 0.125, 0.045, 0.012)
+"""The sequences whose trees are drawn, in longest ones."""
 
 SHADES = ("#4477aa", "#88bbdd")
 """Splits in turn; apart from one another without their colours, too."""
 
 
-def plot_plan(plan: DecodePlan, path: str, seq_lens: Sequence[int] = RAGGED) -> None:
+def plot_plan(plan: DecodePlan, path: str, seq_lens: Sequence[int] | None = None) -> None:
     """Draws active splits and CTAs by context and batch, and the split trees of a ragged batch to scale.
 
     Args:
       plan: the decision.
       path: of the PNG; on white, so that dark pages show it too.
-      seq_lens: tokens of each sequence of the ragged batch.
+      seq_lens: tokens of each sequence of the ragged batch; `RAGGED` when None.
     """
+    longest = min(plan.max_tokens, LONGEST, *([] if plan.max_seq_len is None else [plan.max_seq_len]))
+    if seq_lens is None:
+        seq_lens = [max(round(share * longest), 1) for share in RAGGED]
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(11, 7.5), layout="constrained", facecolor="white"
     )
     grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.1))
-    contexts = [n for n in CONTEXTS if n <= plan.max_tokens]
-    active = [int(plan.edges(np.int64(n)).stop) for n in contexts]
+    contexts = [*(1 << n for n in range(7, longest.bit_length()) if 1 << n < longest), longest]
     target = "no target" if plan.policy.target is None else plan.policy.target.name
     figure.suptitle(
         f"{target}: {plan.num_q_heads}/{plan.num_kv_heads} heads of {plan.head_dim}, {plan.policy.rule},"
         f" up to {plan.num_splits} splits"
     )
-    _draw_splits(figure.add_subplot(grid[0, 0]), contexts, active)
-    _draw_ctas(figure.add_subplot(grid[0, 1]), plan, contexts, active)
-    _draw_trees(figure.add_subplot(grid[1, :]), plan, [n for n in seq_lens if n <= plan.max_tokens])
+    _draw_splits(figure.add_subplot(grid[0, 0]), contexts, _active(plan, contexts))
+    _draw_ctas(figure.add_subplot(grid[0, 1]), plan, contexts)
+    _draw_trees(figure.add_subplot(grid[1, :]), plan, seq_lens)
     figure.savefig(path, dpi=130)
+
+
+def _active(plan: DecodePlan, contexts: list[int]) -> list[int]:
+    return [int(plan.edges(np.int64(n)).stop) for n in contexts]
 
 
 def _tokens_axis(axes: Any) -> None:
@@ -57,9 +67,18 @@ def _draw_splits(axes: Any, contexts: list[int], active: list[int]) -> None:
     _tokens_axis(axes)
 
 
-def _draw_ctas(axes: Any, plan: DecodePlan, contexts: list[int], active: list[int]) -> None:
-    for i, batch in enumerate(BATCHES):
-        ctas = [batch * splits * plan.ctas for splits in active]
+def _draw_ctas(axes: Any, plan: DecodePlan, contexts: list[int]) -> None:
+    for i, batch in enumerate(n for n in BATCHES if n <= plan.max_decode_seqs):
+        count = num_splits(
+            plan.policy,
+            ctas=plan.ctas,
+            num_q_heads=plan.num_q_heads,
+            num_seqs=batch,
+            max_decode_seqs=plan.max_decode_seqs,
+            max_seq_len=plan.max_seq_len,
+        )
+        # Of a rule that reads the batch, this batch's own tree.
+        ctas = [batch * splits * plan.ctas for splits in _active(replace(plan, num_splits=count), contexts)]
         axes.plot(contexts, ctas, color=str(0.65 - 0.2 * i), marker="osD^"[i], markersize=4, label=f"batch {batch}")
     axes.axhline(plan.policy.sm_count, color="#cc3311", linestyle="--", linewidth=1)
     axes.annotate(
@@ -72,7 +91,7 @@ def _draw_ctas(axes: Any, plan: DecodePlan, contexts: list[int], active: list[in
     _tokens_axis(axes)
 
 
-def _draw_trees(axes: Any, plan: DecodePlan, seq_lens: list[int]) -> None:
+def _draw_trees(axes: Any, plan: DecodePlan, seq_lens: Sequence[int]) -> None:
     for row, seq_len in enumerate(seq_lens):
         bounds = [(low, high) for low, high in plan.split_bounds(seq_len) if high > low]
         for i, (low, high) in enumerate(bounds):
@@ -86,6 +105,7 @@ def _draw_trees(axes: Any, plan: DecodePlan, seq_lens: list[int]) -> None:
     axes.set_yticks(range(len(seq_lens)), [f"{n} tokens" for n in seq_lens])
     axes.invert_yaxis()
     axes.set_xlim(0, max(seq_lens, default=1) * 1.14)
-    axes.set_xlabel("tokens: each sequence's split tree, from its own length alone")
+    alone = "from its own length alone" if plan.batch_invariant else f"in the bucket of {plan.num_seqs} sequences"
+    axes.set_xlabel(f"tokens: each sequence's split tree, {alone}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -152,5 +152,9 @@ def test_explain_draws(tmp_path):
     path = tmp_path / "plan.png"
     assert run(*EXPLAIN, "--plot", str(path)).exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+    shape = ["--q-heads", "8", "--kv-heads", "1", "--head-dim", "80", "--page-size", "8", "--max-decode-seqs", "3"]
+    for rule in ("adaptive", "fixed_size", "off"):
+        options = ["--target", "h200", "--splits", rule, "--max-seq-len", "100", "--plot", str(path)]
+        assert run("explain", *shape, *options).exit_code == 0
     for wrong in (tmp_path / "plan.svg", tmp_path / "none" / "plan.png"):
         assert run(*EXPLAIN, "--plot", str(wrong)).exit_code == 2
