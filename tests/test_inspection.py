@@ -308,6 +308,14 @@ class TestMosaic:
         assert (read.num_splits, read.fingerprint) == (33, plan.fingerprint())
         assert {name for name, _ in read.kernels} == {split, combine}
 
+        # Beside a call of the other backend with as many splits.
+        other = sk.load_policy("h200", environ={}, ahead_of_time=True, backend="reference").plan(**shape)
+        both = jax.jit(lambda *arrays: decode(*arrays, plan=plan) + decode(*arrays, plan=other))
+        for call in sk.inspect(both.trace(*arrays).lower(lowering_platforms=("cuda",))):
+            names = {name for name, _ in call.kernels}
+            assert len(names) == 2
+            assert all(name.startswith("splitk_reference_") == (call.backend == "reference") for name in names)
+
 
 class TestTheMark:
     def test_costs_no_operation(self):
