@@ -651,7 +651,7 @@ def dtype_name(argument: str, dtype: Any) -> str:
         raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(KV_DTYPES)}") from None
     if name in _QUANTISED:
         raise NotImplementedError(
-            f"{argument}={name}: {'queries in it are' if argument == 'q_dtype' else 'quantised KV is'} served by no"
+            f"{argument}={name}: quantised {'queries are' if argument == 'q_dtype' else 'KV is'} served by no"
             f" backend of this build ({', '.join(BACKENDS)}): use one of {', '.join(KV_DTYPES)}"
         )
     if name not in KV_DTYPES:
