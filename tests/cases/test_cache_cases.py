@@ -216,9 +216,9 @@ def test_b03_padding_rows_do_not_reach_the_null_page():
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", jnp.float8_e4m3fn, "int8"], ids=str)
 def test_b04_a_quantised_cache_is_refused(dtype):
-    with pytest.raises(NotImplementedError, match="quantised .* served by no backend"):
+    with pytest.raises(NotImplementedError, match=r"quantised .* served by no backend"):
         sk.KVPages.init(num_pages=4, page_size=16, num_kv_heads=2, head_dim=8, dtype=dtype)
-    with pytest.raises(NotImplementedError, match="quantised .* served by no backend"):
+    with pytest.raises(NotImplementedError, match=r"quantised .* served by no backend"):
         make_plan(dtype=dtype)
 
 
