@@ -160,14 +160,18 @@ def make_plan(
     )
 
 
+def choose_dtype() -> np.dtype:
+    # A decode step is as fast as it reads weights and cache, so half the bytes; CPUs have no arithmetic for bfloat16.
+    return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
 def splitk_inspect():
     """What `splitk-jax inspect examples/decode.py` shows: the decode step for four prompts, without its weights."""
     try:
         config = smollm2.read_config(smollm2.find_gguf())
     except OSError as error:
         raise ValueError(str(error)) from error
-    max_seq_len, num_seqs = 256, len(PROMPTS)
-    dtype = np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    max_seq_len, num_seqs, dtype = 256, len(PROMPTS), choose_dtype()
     plan = make_plan(config, dtype, target=None, max_decode_seqs=num_seqs, max_seq_len=max_seq_len, min_kv_per_split=64)
     graph, weights = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
     width = -(-max_seq_len // PAGE_SIZE)
@@ -229,8 +233,7 @@ def main(
     if alone is not None and alone not in texts_by_row:
         raise click.BadParameter(f"{alone} is not a row: rows are 0 to {len(texts_by_row) - 1}", param_hint="--alone")
 
-    # A decode step is as fast as it reads weights and cache, so half the bytes; CPUs have no arithmetic for bfloat16.
-    dtype = np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    dtype = choose_dtype()
     start = time.perf_counter()
     try:
         model, tokenizer = smollm2.load(model_path or smollm2.find_gguf(), dtype)

@@ -48,3 +48,8 @@ def fold(
     m = jnp.maximum(acc.m, part.m)
     a, b = rescale(acc.m, m), rescale(part.m, m)
     return SplitPartials(o=acc.o * across(a) + part.o * across(b), m=m, l=acc.l * a + part.l * b)
+
+
+def choose(which: jax.Array, a: SplitPartials, b: SplitPartials) -> SplitPartials:
+    """One of two, whole."""
+    return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))

@@ -8,15 +8,17 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import jax
 
 from splitk_jax import peers, report
 from splitk_jax.bench import Options, Run, document, head, plot, require_plot, tables
+from splitk_jax.inspection import inspect as find
 from splitk_jax.pictures import plot_plan
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import load_policy
@@ -180,18 +182,15 @@ def compared(plans: dict[str, DecodePlan]) -> str:
     reports = {name: plan.report() for name, plan in plans.items()}
     each = list(reports.values())
 
-    def row(label: str, values: Iterable[Any]) -> list[Any]:
-        return [label, *values]
-
     facts = [
-        row("SMs", (r["sm_count"] for r in each)),
-        row("GB/s", (r["hbm_gb_per_s"] for r in each)),
-        row("rule", (r["rule"] for r in each)),
-        row("backend", (r["plan"]["backend"] for r in each)),
-        row("splits", (r["plan"]["num_splits"] for r in each)),
-        row("CTAs a sequence", (r["plan"]["ctas"] for r in each)),
-        row("CTAs, all splits", (r["batches"][0]["ctas"] for r in each)),
-        row("waves", (r["batches"][0]["waves"] for r in each)),
+        ["SMs", *(r["sm_count"] for r in each)],
+        ["GB/s", *(r["hbm_gb_per_s"] for r in each)],
+        ["rule", *(r["rule"] for r in each)],
+        ["backend", *(r["plan"]["backend"] for r in each)],
+        ["splits", *(r["plan"]["num_splits"] for r in each)],
+        ["CTAs a sequence", *(r["plan"]["ctas"] for r in each)],
+        ["CTAs, all splits", *(r["batches"][0]["ctas"] for r in each)],
+        ["waves", *(r["batches"][0]["waves"] for r in each)],
     ]
     contexts = [
         [
@@ -229,8 +228,6 @@ def inspect(function: str, specs: str | None, as_json: bool) -> None:
 
     Nothing is compiled or run. FUNCTION is splitk_inspect where a FILE alone is named.
     """
-    from splitk_jax.inspection import inspect as find  # the other commands start without JAX's tracing
-
     fn: Any = _import_function(function)
     if specs is None:
         made = fn()
@@ -251,8 +248,6 @@ def inspect(function: str, specs: str | None, as_json: bool) -> None:
 
 def parse_specs(text: str) -> list[Any]:
     """Reads `--args`: dtype[shape] for each argument, between spaces."""
-    import jax
-
     structs, rest = [], text.strip()
     while rest:
         match = SPEC.match(rest)

@@ -43,7 +43,7 @@ def changes(plan: "DecodePlan") -> list[dict[str, Any]]:
     )
     for setting, now, most in settings:
         for values in (range(now - 1, 0, -1), range(now + 1, most + 1)):
-            moved = next(((value, count) for value, count in _counts(plan, setting, values)), None)
+            moved = next(_counts(plan, setting, values), None)
             if moved is not None:
                 found.append({"setting": setting, "value": moved[0], "num_splits": moved[1]})
     return found

@@ -85,10 +85,9 @@ class Inspection:
         return self.calls[i]
 
     def report(self) -> list[dict[str, Any]]:
-        """The calls as plain values for programs; a plan as its `report`."""
+        """The calls as plain values for programs; a plan as its `facts`."""
         return [
-            {key: value for key, value in asdict(replace(call, plan=None)).items() if key != "plan"}
-            | {"plan": None if call.plan is None else call.plan.report()["plan"]}
+            asdict(replace(call, plan=None)) | {"plan": None if call.plan is None else call.plan.facts()}
             for call in self.calls
         ]
 
@@ -114,9 +113,7 @@ class Inspection:
             for call in self.calls
         ]
         # Layers of a model follow one another: equal lines are one. Of a text nobody knows how many calls it has.
-        lines = [
-            ("?" if row[1] == "-" else len(list(same)), *row) for row, same in itertools.groupby(rows, key=lambda r: r)
-        ]
+        lines = [("?" if row[1] == "-" else len(list(same)), *row) for row, same in itertools.groupby(rows)]
         header = ("calls", "kind", "at", "in", "times", "batch", "q_len", "options", "splits", "plan")
         parts = [report.table("calls", header, lines, left=4)]
         kernels = dict.fromkeys((call.fingerprint, *kernel) for call in self.calls for kernel in call.kernels)

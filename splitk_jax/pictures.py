@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from splitk_jax.plan import DecodePlan
-from splitk_jax.policy import num_splits
 
-BATCHES = (1, 4, 16, 64)
 LONGEST = 131072
 """Tokens that the pictures go to, where a plan was not made for fewer."""
 
@@ -68,17 +66,10 @@ def _draw_splits(axes: Any, contexts: list[int], active: list[int]) -> None:
 
 
 def _draw_ctas(axes: Any, plan: DecodePlan, contexts: list[int]) -> None:
-    for i, batch in enumerate(n for n in BATCHES if n <= plan.max_decode_seqs):
-        count = num_splits(
-            plan.policy,
-            ctas=plan.ctas,
-            num_q_heads=plan.num_q_heads,
-            num_seqs=batch,
-            max_decode_seqs=plan.max_decode_seqs,
-            max_seq_len=plan.max_seq_len,
-        )
+    for i, batch in enumerate(plan.report_batches):
         # Of a rule that reads the batch, this batch's own tree.
-        ctas = [batch * splits * plan.ctas for splits in _active(replace(plan, num_splits=count), contexts)]
+        own = replace(plan, num_splits=plan.splits_at(batch))
+        ctas = [batch * splits * plan.ctas for splits in _active(own, contexts)]
         axes.plot(contexts, ctas, color=str(0.65 - 0.2 * i), marker="osD^"[i], markersize=4, label=f"batch {batch}")
     axes.axhline(plan.policy.sm_count, color="#cc3311", linestyle="--", linewidth=1)
     axes.annotate(

@@ -32,8 +32,8 @@ REPORT_CONTEXTS = (256, 1024, 4096, 16384, 65536, 131072)
 
 
 class SplitEdges(NamedTuple):
-    """Where the splits of one row lie: split `s` in [first, stop) covers
-    `[max(start, origin + s * span), min(origin + (s + 1) * span, seq_len))`; every other split is empty.
+    """Where the splits of one row lie: split `s` in [first, stop) covers `split_range(edges, s, seq_len)`; every other
+    split is empty.
     """
 
     start: Any
@@ -73,6 +73,19 @@ def split_edges(
     span = xp.maximum(ceil_div(ceil_div(length, active), block_kv), 1) * block_kv
     # Rounding the span up can leave the last of `active` splits empty: stop at the last that is not.
     return SplitEdges(start, start, span, start * 0, ceil_div(length, span))
+
+
+def split_range(edges: Any, s: Any, seq_len: Any, *, xp: Any = np) -> tuple[Any, Any]:
+    """The tokens [low, high) of split `s` of a row.
+
+    Args:
+      edges: the row's `start`, `origin` and `span`: `SplitEdges`, or a record that has them.
+      s: the split, counted as in `SplitEdges`.
+      seq_len: the row's tokens.
+      xp: as in `split_edges`.
+    """
+    edge = edges.origin + s * edges.span
+    return xp.maximum(edges.start, edge), xp.minimum(edge + edges.span, seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,11 +404,13 @@ class DecodePlan:
         """
         seq_len = whole_number("seq_len", seq_len, 0, self.max_tokens)
         window = None if window is None else whole_number("window", window)
-        start, origin, span, first, stop = (int(x) for x in self.edges(np.int64(seq_len), window=window))
-        return [
-            (max(start, origin + s * span), min(origin + (s + 1) * span, seq_len)) if first <= s < stop else (0, 0)
-            for s in range(self.num_splits)
-        ]
+        edges = self.edges(np.int64(seq_len), window=window)
+
+        def bounds(s: int) -> tuple[int, int]:
+            low, high = split_range(edges, s, seq_len) if edges.first <= s < edges.stop else (0, 0)
+            return int(low), int(high)
+
+        return [bounds(s) for s in range(self.num_splits)]
 
     def fingerprint(self) -> str:
         """A name for the bits that this plan gives on the device it is for.
@@ -414,22 +429,34 @@ class DecodePlan:
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def report_batches(self) -> list[int]:
+        """Batches that reports and pictures show, of those that a launch may hold."""
+        return [n for n in REPORT_BATCHES if n <= self.max_decode_seqs]
+
+    def splits_at(self, num_seqs: int) -> int:
+        """The split count of a static batch bucket: another than `num_splits` only under rules that read the bucket."""
+        return num_splits(
+            self.policy,
+            ctas=self.ctas,
+            num_q_heads=self.num_q_heads,
+            num_seqs=num_seqs,
+            max_decode_seqs=self.max_decode_seqs,
+            max_seq_len=self.max_seq_len,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The plan's own fields as plain values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "policy"}
+
     def report(self) -> dict[str, Any]:
         """What `explain` shows, as plain values for programs."""
         policy, target = self.policy, self.policy.target
         bandwidth = None if target is None else target.hbm_gb_per_s
         token_bytes = self.num_kv_heads * (self.head_dim + self.head_dim_v) * _itemsize(self.kv_dtype)
         batches = []
-        for batch in [n for n in REPORT_BATCHES if n <= self.max_decode_seqs]:
-            splits = num_splits(
-                policy,
-                ctas=self.ctas,
-                num_q_heads=self.num_q_heads,
-                num_seqs=batch,
-                max_decode_seqs=self.max_decode_seqs,
-                max_seq_len=self.max_seq_len,
-            )
-            unsplit = batch * self.ctas
+        for batch in self.report_batches:
+            splits, unsplit = self.splits_at(batch), batch * self.ctas
             batches.append(
                 {
                     "batch": batch,
@@ -464,7 +491,7 @@ class DecodePlan:
             "l2_tokens": None if target is None or target.l2_mib is None else int(target.l2_mib * 2**20 / token_bytes),
             "rule": policy.rule,
             "formula": self._formula(),
-            "plan": {f.name: getattr(self, f.name) for f in fields(self) if f.name != "policy"},
+            "plan": self.facts(),
             "batch_invariant": self.batch_invariant,
             "workspace_bytes": self.workspace_bytes,
             "launch": self._launch(),

@@ -15,7 +15,7 @@ from splitk_jax.kernels.mosaic import access, schedule
 from splitk_jax.kernels.mosaic.finish import finish
 from splitk_jax.kernels.mosaic.schedule import Merge
 from splitk_jax.kernels.mosaic.split import Launched, first_row
-from splitk_jax.kernels.partials import SplitPartials, fold
+from splitk_jax.kernels.partials import SplitPartials, choose, fold
 from splitk_jax.plan import RUN_SPLITS, DecodePlan
 from splitk_jax.policy import ceil_div
 from splitk_jax.tiles import WARPGROUP
@@ -66,9 +66,6 @@ def combine(
                     m=jnp.full((tile.lanes,), m_gmem[at]),
                     l=jnp.full((tile.lanes,), l_gmem[at]),
                 )
-
-            def choose(which: Any, a: SplitPartials, b: SplitPartials) -> SplitPartials:
-                return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))
 
             def fold_two(a: SplitPartials, b: SplitPartials) -> SplitPartials:
                 return fold(a, b, lambda x: x)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from splitk_jax.plan import RUN_SPLITS, DecodePlan
+from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
 from splitk_jax.policy import ceil_div
 
 SPLIT_OVERHEAD = 0.1
@@ -218,8 +218,7 @@ def make_schedule(
     merge = Merge(rec.row[merged], prefix, jnp.where(used, of_row, 0))
 
     first = Row(*(x[row] for x in rec))
-    low = jnp.maximum(first.start, first.origin + (first.first + split) * first.span)
-    high = jnp.minimum(first.origin + (first.first + split + 1) * first.span, first.tokens)
+    low, high = split_range(first, first.first + split, first.tokens, xp=jnp)
     last_page = jnp.maximum(high - 1, 0) // plan.page_size
     ahead = jnp.arange(plan.stages * tile.copies, dtype=jnp.int32) * tile.copy_rows
     page = jnp.minimum((low[:, None] + ahead[None, :]) // plan.page_size, last_page[:, None])

@@ -24,8 +24,8 @@ from jax import lax
 from splitk_jax.kernels.mosaic import access, schedule
 from splitk_jax.kernels.mosaic.finish import finish
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
-from splitk_jax.kernels.partials import LOG2E, SplitPartials, fold, rescale
-from splitk_jax.plan import RUN_SPLITS, DecodePlan
+from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, fold, rescale
+from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
 from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
 
 Layout = plgpu.Layout
@@ -127,8 +127,7 @@ def split(
 
         def bounds(row: Row, index: Any) -> tuple[Any, Any, Any]:
             """Tokens [low, high) of a split, counted from the row's first, and its steps."""
-            edge = row.origin + (row.first + index) * row.span
-            low, high = jnp.maximum(row.start, edge), jnp.minimum(edge + row.span, row.tokens)
+            low, high = split_range(row, row.first + index, row.tokens, xp=jnp)
             return low, high, lax.div(jnp.maximum(high - low, 0) + (step_kv - 1), jnp.int32(step_kv))
 
         def advance(row: Any, index: Any, rec: Row) -> tuple[Any, Any, Row]:
@@ -239,9 +238,6 @@ def split(
             )
 
             no = jnp.bool_(False)
-
-            def choose(which: Any, a: SplitPartials, b: SplitPartials) -> SplitPartials:
-                return SplitPartials(*(jnp.where(which, x, y) for x, y in zip(a, b, strict=True)))
 
             block = cta * warpgroups + wg
             kv = 0 if kv_heads == 1 else wg

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale
 from splitk_jax.kernels.reference import loops
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import DecodePlan, split_range
 
 
 def split(
@@ -55,8 +55,7 @@ def split(
         q_row = _at(q, row).astype(product_dtype)
 
         def attend_split(s: jax.Array, partials: SplitPartials) -> SplitPartials:
-            low = jnp.maximum(edges.start, edges.origin + s * edges.span)
-            high = jnp.minimum(edges.origin + (s + 1) * edges.span, own_len)
+            low, high = split_range(edges, s, own_len, xp=jnp)
 
             def step(carry: tuple[jax.Array, SplitPartials]) -> tuple[jax.Array, SplitPartials]:
                 token, acc = carry
