@@ -15,7 +15,7 @@ import numpy as np
 from splitk_jax import decision, report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
-from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, MosaicTile
+from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, WARPGROUP, MosaicTile
 
 TREE_VERSION = 2
 """Moves when the split rules or the fold change, since bits move with them."""
@@ -311,6 +311,16 @@ class DecodePlan:
         """Runs of splits in a tree."""
         return ceil_div(self.num_splits, RUN_SPLITS)
 
+    @property
+    def scratch_splits(self) -> int:
+        """Splits whose outputs a scratch slot of the mosaic backend has room for: whole runs of them."""
+        return self.runs * min(RUN_SPLITS, self.num_splits)
+
+    @property
+    def scratch_weights(self) -> int:
+        """Splits whose weights it has room for: a whole number for each thread of the combine."""
+        return ceil_div(self.num_splits, WARPGROUP) * WARPGROUP
+
     def scratch_slots(self, batch: int) -> int:
         """Rows whose partials the mosaic backend has room for.
 
@@ -335,7 +345,8 @@ class DecodePlan:
         """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
         if self.backend == "mosaic":
             tile, slots = self.mosaic_tile, self.scratch_slots(self.row_capacity)
-            return slots * self.num_kv_heads * tile.blocks * self.num_splits * tile.cols * (tile.lanes + 2) * 4
+            floats = self.scratch_splits * tile.lanes + 2 * self.scratch_weights
+            return slots * self.num_kv_heads * tile.blocks * tile.cols * floats * 4
         slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
         return slots * (self.head_dim_v + 2) * 4
 

@@ -19,7 +19,7 @@ import splitk_jax as sk
 from splitk_jax.checks import MOSAIC_JAX
 from splitk_jax.kernels.mosaic.schedule import (
     ALIGNED,
-    MERGE_RUNS,
+    MERGE_READS,
     SNAP,
     SPLIT_OVERHEAD,
     WORK_PAGES,
@@ -557,10 +557,11 @@ class Replay:
     """What the kernels do with a schedule, on the host: who computes which split, and what becomes of it."""
 
     def __init__(self, plan, schedule):
-        rows, work, merge = (np.asarray(x) for x in schedule)
+        rows, work, merge, wanted = (np.asarray(x) for x in schedule)
         self.rows = [Row(*record) for record in rows.tolist()]
-        self.merge = [Merge(*record[:MERGE_RUNS]) for record in merge.tolist()]
-        self.held = merge[:, MERGE_RUNS:].tolist()
+        self.merge = [Merge(*record[:MERGE_READS]) for record in merge.tolist()]
+        self.reads = merge[:, MERGE_READS:].tolist()
+        self.wanted = wanted.tolist()
         self.work = [Work(*record[:WORK_ROW]) for record in work.tolist()]
         self.begins_in = [Row(*record[WORK_ROW:WORK_PAGES]) for record in work.tolist()]
         self.pages = work[:, WORK_PAGES:].reshape(len(work), plan.stages, plan.mosaic_tile.copies)
@@ -608,20 +609,30 @@ class Replay:
 
     def combine_kernel(self, plan):
         place = {row.row: i for i, row in enumerate(self.rows)}
-        for slot, (item, held) in enumerate(zip(self.merge, self.held, strict=True)):
+        used = [item.splits > 0 for item in self.merge]
+        assert used == sorted(used, reverse=True), "the combine stops at the first record without work"
+        assert sorted(item.slot for item in self.merge) == list(range(len(self.merge)))
+        for item, reads, wanted in zip(self.merge, self.reads, self.wanted, strict=True):
+            assert len(wanted) % 128 == 0
+            assert len(wanted) >= plan.num_splits
+            splits = [s for s, one in enumerate(wanted) if one]
+            expected = [(run, [s % RUN_SPLITS for s in of]) for run, of in itertools.groupby(splits, lambda s: s // RUN_SPLITS)]
+            assert reads[: item.reads] == [2 * run + (places != [0]) for run, places in expected]
             if item.splits == 0:
+                assert not splits
                 continue
             row = place[item.row]
             assert item.splits == self.rows[row].splits
-            if item.prefix > 0:
-                assert self.partials.pop((slot, 0)) == (row, 0, item.prefix)
-            assert item.prefix % RUN_SPLITS == 0 or item.prefix == item.splits
-            for run in range(item.prefix, item.splits, RUN_SPLITS):
-                stop = min(run + RUN_SPLITS, item.splits)
-                first = min(run + held[run // RUN_SPLITS], stop)
-                assert self.partials.pop((slot, run)) == (row, run, first)
-                for split in range(first, stop):
-                    assert self.partials.pop((slot, split)) == (row, split, split + 1)
+            # In order, each split once, and no fold reaches into a run that it did not begin: the sums are the tree's.
+            past = 0
+            for split in splits:
+                of_row, first, stop = self.partials.pop((item.slot, split))
+                assert (of_row, first) == (row, past)
+                assert first == split
+                assert stop % RUN_SPLITS == 0 or stop == item.splits or stop // RUN_SPLITS == first // RUN_SPLITS
+                assert first == 0 or stop <= (first // RUN_SPLITS + 1) * RUN_SPLITS
+                past = stop
+            assert past == item.splits
             self.finished[row] += 1
 
     def cost(self, row, plan):
@@ -756,6 +767,7 @@ class TestCombine:
         ],
     )
     def test_folds_what_was_written(self, case, lengths, monkeypatch):
+        from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         from splitk_jax.kernels.mosaic import combine as module
@@ -764,6 +776,12 @@ class TestCombine:
 
         interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(module.plgpu, "kernel", interpreted)
+
+        def copy_in(src, dst, barrier, *, wanted):  # the interpreter takes no predicate
+            pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(src, dst, barrier))
+            pl.when(jnp.logical_not(wanted))(lambda: plgpu.barrier_arrive(barrier))
+
+        monkeypatch.setattr(module.access, "copy_in", copy_in)
         plan, batch, rng = case.plan(), len(lengths), np.random.default_rng(0)
         tile, dim = plan.mosaic_tile, plan.head_dim_v
         blocks = plan.num_kv_heads * tile.blocks
@@ -775,18 +793,19 @@ class TestCombine:
             if tokens == 0:
                 return np.zeros((plan.num_q_heads, dim), np.float32), -np.inf, np.float32(0)
             o = rng.normal(size=(plan.num_q_heads, dim)).astype(np.float32)
-            return o, np.float32(rng.normal()), np.float32(rng.uniform(1, 9))
+            return o, np.float32(rng.integers(-9, 9)), np.float32(rng.uniform(1, 9))
 
         parts = [[random_part(row.tokens) for _ in range(row.splits)] for row in replay.rows]
         # What nobody wrote is NaN.
-        o = np.full((len(replay.merge), blocks, plan.num_splits, tile.cols, tile.lanes), np.nan, np.float32)
-        tops, totals = (np.full(o.shape[:-1], np.nan, np.float32) for _ in range(2))
+        shape = (len(replay.merge), blocks)
+        o = np.full((*shape, tile.cols, plan.scratch_splits, tile.lanes), np.nan, np.float32)
+        tops, totals = (np.full((*shape, plan.scratch_weights, tile.cols), np.nan, np.float32) for _ in range(2))
         head = np.arange(plan.num_q_heads)
         block = head // tile.heads
         col = head - first_row(plan, block, xp=np)
         for (slot, index), (row, first, past) in replay.written.items():
             values, top, total = self.of_splits(parts[row], first, past)
-            o[slot, block, index, col, :dim] = values
+            o[slot, block, col, index, :dim] = values
             tops[slot, block, index, col], totals[slot, block, index, col] = top, total
         launched = Launched(
             out=jnp.full((batch, plan.num_q_heads, dim), 7, jnp.bfloat16),

@@ -1,7 +1,10 @@
-"""Combine kernel of the mosaic backend: continues the fold of the rows that more than one CTA computed."""
+"""Combine kernel of the mosaic backend: sums the partials of the rows that more than one CTA computed.
+
+Scaling partials is exact (`fold.py`), so that the weight of every split is computed at once, a thread each, and what is
+left is one sum in the tree's order: splits of a run, then runs.
+"""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,19 +15,24 @@ import numpy as np
 from jax import lax
 
 from splitk_jax.kernels.mosaic import access, schedule
-from splitk_jax.kernels.mosaic.finish import finish
+from splitk_jax.kernels.mosaic.fold import finish, weights
 from splitk_jax.kernels.mosaic.schedule import Merge
 from splitk_jax.kernels.mosaic.split import Launched, first_row
-from splitk_jax.kernels.partials import SplitPartials, choose, fold
+from splitk_jax.kernels.partials import SplitPartials
 from splitk_jax.plan import RUN_SPLITS, DecodePlan
 from splitk_jax.policy import ceil_div
 from splitk_jax.tiles import WARPGROUP
 
-AHEAD = 64
-"""Floats of partials that a thread has in flight where a batch has one row."""
+CHUNK = 8
+"""Runs that one copy brings, written or not, where the CTAs of a launch find an SM almost each."""
 
-AHEAD_OF_MANY = 16
-"""The same where it has several: in few registers, so that an SM holds the CTAs of many rows at once."""
+AHEAD_BYTES = 128 * 1024, 16 * 1024
+"""Bytes of partials on their way to a CTA, at most: there, and where an SM is to hold many CTAs at once."""
+
+CTAS = 8
+"""CTAs an SM: where there are more heads to merge, a CTA merges one after another."""
+
+NOT_WRITTEN = -1.0
 
 
 def combine(
@@ -39,90 +47,126 @@ def combine(
     out, lse, partials, scheduled = launched
     batch = out.shape[0]
     if plan.num_splits > 1 or not tile.direct:
-        slots, _, num_splits = partials.o.shape[:3]
-        # Runs of a chunk, whose partials are in flight together.
-        ahead = AHEAD if batch == 1 else AHEAD_OF_MANY
-        runs = min(max(ahead * WARPGROUP // tile.lanes // RUN_SPLITS, 1), plan.runs)
+        slots, head_blocks = partials.o.shape[:2]
+        per_slot = tile.heads * head_blocks
+        # CTAs of a head; each takes every so many-th of the records.
+        ctas = min(max(CTAS * plan.launch_ctas // per_slot, 1), slots)
+        few = per_slot * slots <= 2 * plan.launch_ctas
+        in_run = min(RUN_SPLITS, plan.num_splits)
+        # Runs of a copy; copies; and how many of them are on their way at once.
+        runs = ceil_div(plan.runs, ceil_div(plan.runs, CHUNK)) if few else 1
+        copies = ceil_div(plan.runs, runs)
+        stages = min(max(AHEAD_BYTES[0 if few else 1] // (runs * in_run * tile.lanes * 4), 1), copies)
         layout = plgpu.Layout.WG_STRIDED((tile.lanes,), tile.lanes // WARPGROUP)
+        by_thread = plgpu.Layout.TILED(
+            plgpu.Tiling(((WARPGROUP,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
+        # Of one row, most partials are written: the first copy is on its way before the record says so.
+        guessed = few and slots == 1
 
         def kernel(
-            merge_gmem: Any,  # i32[slots, 3 + runs]
-            o_gmem: Any,  # f32[slots, head_blocks, num_splits, cols, lanes]
-            m_gmem: Any,  # f32[slots, head_blocks, num_splits, cols]
-            l_gmem: Any,  # f32[slots, head_blocks, num_splits, cols]
+            merge_gmem: Any,  # i32[slots, 4 + runs]
+            written_gmem: Any,  # i32[slots, scratch_weights]
+            o_gmem: Any,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
+            m_gmem: Any,  # f32[slots, head_blocks, scratch_weights, cols]
+            l_gmem: Any,  # f32[slots, head_blocks, scratch_weights, cols]
             out_gmem: Any,  # [batch, num_q_heads, head_dim_v]
             lse_gmem: Any,  # f32[batch, head_blocks, cols]
+            o_smem: Any,  # f32[stages, splits of a copy, lanes]
+            near_smem: Any,  # f32[scratch_weights]
+            far_smem: Any,  # f32[scratch_weights]
+            l_smem: Any,  # f32[scratch_weights]
             out_smem: Any,  # [lanes]
             lse_smem: Any,  # f32[lanes]
+            full: Any,  # barriers[stages]
         ) -> None:
-            n, block, slot = (lax.axis_index(name) for name in ("head", "block", "slot"))
+            n, block, cta = (lax.axis_index(name) for name in ("head", "block", "cta"))
             head = block * tile.heads + n
             col = head - first_row(plan, block)
 
-            def load(s: Any) -> SplitPartials:
-                at = (slot, block, s, col)
-                return SplitPartials(
-                    o=access.load(o_gmem.at[at], layout),
-                    m=jnp.full((tile.lanes,), m_gmem[at]),
-                    l=jnp.full((tile.lanes,), l_gmem[at]),
+            def read_of(at: Any, i: Any) -> tuple[Any, Any]:
+                """The first split of a copy, and whether there is more of it than that."""
+                if few:
+                    return i * (runs * in_run), True
+                entry = merge_gmem[at, schedule.MERGE_READS + i]
+                return lax.shift_right_logical(entry, 1) * in_run, (entry & 1) > 0
+
+            def fetch(slot: Any, at: Any, i: Any) -> None:
+                stage = lax.rem(i, jnp.int32(stages))
+                first, more = read_of(at, i)
+
+                def copy(rows: int) -> None:
+                    plgpu.copy_gmem_to_smem(
+                        o_gmem.at[slot, block, col, pl.ds(first, rows)],
+                        o_smem.at[stage, pl.ds(0, rows)],
+                        full.at[stage],
+                    )
+
+                if few or in_run == 1:
+                    copy(runs * in_run)
+                else:
+                    pl.when(more)(lambda: copy(in_run))
+                    pl.when(jnp.logical_not(more))(lambda: copy(1))
+
+            def merge(at: Any) -> None:
+                item = Merge(*(merge_gmem[at, c] for c in range(schedule.MERGE_READS)))
+                count = ceil_div(item.splits, runs * in_run) if few else item.reads
+                for i in range(int(guessed), stages):
+                    pl.when(i < count)(functools.partial(fetch, item.slot, at, jnp.int32(i)))
+
+                threads = [pl.ds(first, WARPGROUP) for first in range(0, plan.scratch_weights, WARPGROUP)]
+                written = [access.load(written_gmem.at[at, part], by_thread) != 0 for part in threads]
+                m, l = (
+                    [access.load(ref.at[item.slot, block, part, col], by_thread) for part in threads]
+                    for ref in (m_gmem, l_gmem)
                 )
+                m = [jnp.where(is_written, x, -jnp.inf) for is_written, x in zip(written, m, strict=True)]
+                m_all = m[0]
+                for x in m[1:]:
+                    m_all = jnp.maximum(m_all, x)
+                m_all = jnp.max(m_all)
+                for i, part in enumerate(threads):
+                    near, far = weights(m[i], jnp.full_like(m[i], m_all))
+                    near_smem[part] = jnp.where(written[i], near, NOT_WRITTEN)
+                    far_smem[part] = far
+                    l_smem[part] = jnp.where(written[i], l[i] * near * far, 0.0)
+                plgpu.commit_smem()
 
-            def fold_two(a: SplitPartials, b: SplitPartials) -> SplitPartials:
-                return fold(a, b, lambda x: x)
+                def sum_copy(i: Any, total: tuple[Any, Any]) -> tuple[Any, Any]:
+                    stage = lax.rem(i, jnp.int32(stages))
+                    first, more = read_of(at, i)
+                    plgpu.barrier_wait(full.at[stage])
 
-            def load_chunk(first: Any, written: Callable[[int], Any]) -> list[SplitPartials]:
-                """The partials of the splits from `first` on; of one that was not written, the first's in its place."""
-                count = min(runs * RUN_SPLITS, num_splits)
-                return [load(jnp.where(written(s), first + s, first)) for s in range(count)]
+                    def term(s: int) -> tuple[Any, Any]:
+                        near, far = near_smem[first + s], far_smem[first + s]
+                        o = access.load(o_smem.at[stage, s], layout)
+                        o = o * jnp.full((tile.lanes,), near) * jnp.full((tile.lanes,), far)
+                        return jnp.where(near != NOT_WRITTEN, o, 0.0), l_smem[first + s]
 
-            def all_written(s: int) -> bool:
-                del s
-                return True
+                    def add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+                        return a[0] + b[0], a[1] + b[1]
 
-            # Loaded before the record says what was written, and looked at only after: of one row, a whole chunk.
-            guessed = load_chunk(0, all_written) if batch == 1 else [load(0)]
-            item = Merge(*(merge_gmem[slot, c] for c in range(schedule.MERGE_RUNS)))
+                    for r in range(runs):
+                        run = term(r * in_run)
 
-            def fold_chunk(i: Any, acc: SplitPartials, parts: list[SplitPartials] | None = None) -> SplitPartials:
-                first = i * runs * RUN_SPLITS
-                # Past the tree's last run there is no record, and no split either.
-                run = [jnp.minimum(i * runs + r, plan.runs - 1) for r in range(runs)]
-                held = [merge_gmem[slot, schedule.MERGE_RUNS + r] for r in run]
+                        def rest(run: tuple[Any, Any] = run, r: int = r) -> tuple[Any, Any]:
+                            return functools.reduce(add, map(term, range(r * in_run + 1, (r + 1) * in_run)), run)
 
-                def written(s: int) -> Any:
-                    r, place = divmod(s, RUN_SPLITS)
-                    return (first + s < item.splits) & (place == 0 or place >= held[r])
+                        total = add(total, rest() if few else lax.cond(more, rest, lambda run=run: run))
+                    if copies > stages:
 
-                parts = load_chunk(first, written) if parts is None else parts
-                for at in range(0, len(parts), RUN_SPLITS):
-                    whole, *rest = parts[at : at + RUN_SPLITS]
+                        @pl.when(i + stages < count)
+                        def _() -> None:
+                            plgpu.commit_smem()  # every thread has read the stage
+                            fetch(item.slot, at, i + stages)
 
-                    def fold_run(whole: SplitPartials = whole, rest: Any = rest, at: int = at) -> SplitPartials:
-                        run = whole
-                        for s, part in enumerate(rest, at + 1):
-                            run = choose(written(s), fold_two(run, part), run)
-                        return run
+                    return total
 
-                    live = (first + at >= item.prefix) & (first + at < item.splits)
-                    if batch == 1:  # most runs are cut, and what does not branch overlaps
-                        acc = choose(live, fold_two(acc, fold_run()), acc)
-                    else:
-                        cut = held[at // RUN_SPLITS] < RUN_SPLITS
-                        fold_it = functools.partial(lax.cond, cut, fold_run, lambda whole=whole: whole)
-                        acc = lax.cond(live, lambda acc=acc, it=fold_it: fold_two(acc, it()), lambda acc=acc: acc)
-                return acc
-
-            @pl.when(item.splits > 0)
-            def _() -> None:
-                none = SplitPartials(*(jnp.full_like(x, e) for x, e in zip(guessed[0], (0, -jnp.inf, 0), strict=True)))
-                acc = choose(item.prefix > 0, guessed[0], none)
-                first = lax.div(item.prefix, jnp.int32(runs * RUN_SPLITS))
-                stop = ceil_div(item.splits, runs * RUN_SPLITS)
-                if batch == 1:
-                    acc, first = fold_chunk(0, acc, guessed), jnp.maximum(first, 1)
-                if batch > 1 or plan.runs > runs:
-                    acc = lax.fori_loop(first, stop, fold_chunk, acc)
-                out, lse = finish(acc, lambda x: x)
+                total = (plgpu.layout_cast(jnp.zeros((tile.lanes,), jnp.float32), layout), jnp.float32(0))
+                total = lax.fori_loop(0, count, sum_copy, total) if copies > 1 else sum_copy(jnp.int32(0), total)
+                o, l = total
+                across = [jnp.full((tile.lanes,), x) for x in (m_all, l)]
+                out, lse = finish(SplitPartials(o, *across), lambda x: x)
                 lse_smem[...] = lse
                 if plan.head_dim_v == tile.lanes:
                     out_gmem.at[item.row, head][...] = out.astype(out_gmem.dtype)
@@ -134,16 +178,41 @@ def combine(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 lse_gmem[item.row, block, col] = lse_smem[0]
 
-        kernel.__name__ = f"splitk_combine_s{num_splits}"
+            if guessed:
+                fetch(0, 0, jnp.int32(0))
+            if ctas == slots:
+                used = merge_gmem[cta, schedule.MERGE_SPLITS] > 0
+                pl.when(used)(lambda: merge(cta))
+                if guessed:  # no CTA leaves before what is written to its memory
+                    pl.when(jnp.logical_not(used))(lambda: plgpu.barrier_wait(full.at[0]))
+            else:
+
+                def next_record(at: Any) -> Any:
+                    merge(at)
+                    return at + ctas
+
+                lax.while_loop(
+                    lambda at: (at < slots) & (merge_gmem[jnp.minimum(at, slots - 1), schedule.MERGE_SPLITS] > 0),
+                    next_record,
+                    cta,
+                )
+
+        kernel.__name__ = f"splitk_combine_s{plan.num_splits}"
         out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
         plgpu.kernel(
             kernel,
             out_type=(),
-            scratch_types=[plgpu.SMEM((tile.lanes,), out.dtype), plgpu.SMEM((tile.lanes,), jnp.float32)],
-            grid=(tile.heads, partials.o.shape[1], slots),
-            grid_names=("head", "block", "slot"),
+            scratch_types=[
+                plgpu.SMEM((stages, runs * in_run, tile.lanes), jnp.float32),
+                *[plgpu.SMEM((plan.scratch_weights,), jnp.float32)] * 3,
+                plgpu.SMEM((tile.lanes,), out.dtype),
+                plgpu.SMEM((tile.lanes,), jnp.float32),
+                plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            ],
+            grid=(tile.heads, head_blocks, ctas),
+            grid_names=("head", "block", "cta"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        )(scheduled.merge, *partials, out_ref, lse_ref)
+        )(scheduled.merge, scheduled.written, *partials, out_ref, lse_ref)
         # Without the barrier XLA lets a call whose result goes into a slice, as a scan's stacked output does, write to
         # that slice, although this one writes to its operand: the slice is then never written (JAX 0.11.2).
         out, lse = lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
 from splitk_jax.policy import ceil_div
+from splitk_jax.tiles import WARPGROUP
 
 SPLIT_OVERHEAD = 0.1
 """What a split costs beside its tokens, in pipeline steps: its fold, of which most hides behind the loads."""
@@ -73,17 +74,19 @@ class Work(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """What the combine does for a scratch slot.
+    """What the combine does.
 
     Attributes:
       row: which row of the batch.
-      prefix: splits, in whole runs, that one team has folded into the partial of split 0; 0 for none.
-      splits: all of the row's; 0 where nothing is to be done.
+      slot: the scratch slot that its partials lie in.
+      splits: all of the row's; 0 where nothing is to be done, and in every record after that one.
+      reads: runs of splits of which there are partials.
     """
 
     row: Any
-    prefix: Any
+    slot: Any
     splits: Any
+    reads: Any
 
 
 class Schedule(NamedTuple):
@@ -93,18 +96,22 @@ class Schedule(NamedTuple):
       rows: i32[batch, 8]. A `Row` each.
       work: i32[teams, 13 + copies]. A `Work`, the `Row` that it begins in, and the pages of its first split's first
         steps, a step for each stage, so that nothing stands between this record and a CTA's first copies.
-      merge: i32[slots, 3 + runs]. A `Merge` each, and of each run the splits that one team has folded into the partial
-        of its first: all, or those before the first boundary in it; the others have a partial each.
+      merge: i32[slots, 4 + runs]. A `Merge` each, and its reads in order: twice the run, and 1 more where there are
+        partials beyond the run's first.
+      written: i32[slots, scratch_weights]. Of each record of `merge`, 1 where there is a partial of the split, which may
+        be a fold of some that follow it.
     """
 
     rows: jax.Array
     work: jax.Array
     merge: jax.Array
+    written: jax.Array
 
 
 WORK_ROW = len(Work._fields)
 WORK_PAGES = WORK_ROW + len(Row._fields)
-MERGE_RUNS = len(Merge._fields)
+MERGE_SPLITS = Merge._fields.index("splits")
+MERGE_READS = len(Merge._fields)
 
 
 def row_record(seq_lens: jax.Array, *, plan: DecodePlan, capacity: int, window: int | None) -> Row:
@@ -144,8 +151,15 @@ def make_schedule(
         return cost / splits, cost
 
     def upto(x: jax.Array) -> jax.Array:
-        """Sums up to and including each row."""
-        return jnp.sum(jnp.where(jnp.arange(batch)[:, None] >= jnp.arange(batch)[None, :], x[None, :], 0), axis=1)
+        """Sums up to and including each."""
+        at = jnp.arange(len(x))
+        return jnp.sum(jnp.where(at[:, None] >= at[None, :], x[None, :], 0), axis=1)
+
+    def first_where(x: jax.Array) -> jax.Array:
+        """Which come where those that are chosen come first, else in their order."""
+        at, ahead = jnp.arange(len(x)), upto(x.astype(jnp.int32))
+        place = jnp.where(x, ahead - 1, ahead[-1] + at - ahead)
+        return jnp.sum(jnp.where(place[None, :] == at[:, None], at[None, :], 0), axis=1)
 
     # Rows that some number of whole teams computes come first, and get them: long rows of long splits, which share no
     # team well, and rows that fill their teams. Tried with the least excess over a team's share first.
@@ -164,9 +178,7 @@ def make_schedule(
     fits = better & (rest <= limit[:, 0] * left.astype(jnp.float32))
     which = jnp.argmax(fits)
     snug, whole_teams = snug[which] & fits[which], whole_teams[which]
-    ahead = upto(snug.astype(jnp.int32))
-    place = jnp.where(snug, ahead - 1, ahead[-1] + jnp.arange(batch) - ahead)
-    order = jnp.sum(jnp.where(place[None, :] == jnp.arange(batch)[:, None], jnp.arange(batch)[None, :], 0), axis=1)
+    order = first_where(snug)
     rec, whole_teams = Row(*(x[order] for x in rec)), jnp.where(snug, whole_teams, 0)[order]
     splits, (split_cost, cost) = rec.splits, costs(rec)
     splits_end, cost_end, teams_end = upto(splits), upto(cost), upto(whole_teams)
@@ -211,11 +223,27 @@ def make_schedule(
     cut = jnp.min(boundary, axis=1)
     if tile.direct:
         used &= cut < of_row
-    prefix = jnp.where(cut < of_row, cut // RUN_SPLITS * RUN_SPLITS, of_row)
-    before = boundary[:, None, :] - (jnp.arange(plan.runs) * RUN_SPLITS)[None, :, None]
+    # The splits that one team has folded into the partial of the first: in whole runs, and in each later run those
+    # before the first boundary in it; of the others there is a partial each.
+    prefix = jnp.where(cut < of_row, cut // RUN_SPLITS * RUN_SPLITS, of_row)[:, None, None]
+    run, place = jnp.arange(plan.runs)[None, :, None], jnp.arange(RUN_SPLITS)[None, None, :]
+    before = boundary[:, None, :] - run * RUN_SPLITS
     inside = (before > 0) & (before < RUN_SPLITS) & (boundary < of_row[:, None])[:, None, :]
-    held = jnp.min(jnp.where(inside, before, RUN_SPLITS), axis=2)
-    merge = Merge(rec.row[merged], prefix, jnp.where(used, of_row, 0))
+    held = jnp.min(jnp.where(inside, before, RUN_SPLITS), axis=2, keepdims=True)
+    index = run * RUN_SPLITS + place
+    written = jnp.where(index < prefix, index == 0, (place == 0) | (place >= held))
+    written = (written & (index < of_row[:, None, None]) & used[:, None, None]).astype(jnp.int32)
+    read, index = jnp.any(written > 0, axis=2), jnp.arange(plan.runs)
+    entry = 2 * index[None, :] + jnp.any(written[:, :, 1:] > 0, axis=2).astype(jnp.int32)
+    nth = jnp.cumsum(read.astype(jnp.int32), axis=1) - 1
+    chosen = read[:, None, :] & (nth[:, None, :] == index[None, :, None])
+    reads = jnp.sum(jnp.where(chosen, entry[:, None, :], 0), axis=2)
+    written = jnp.pad(written.reshape(len(used), -1), ((0, 0), (0, WARPGROUP)))[:, : plan.scratch_weights]
+    merge = Merge(rec.row[merged], jnp.arange(len(used)), jnp.where(used, of_row, 0), jnp.sum(read, axis=1))
+    merge = jnp.stack(merge, axis=1)
+    # Those that are used come first.
+    order = first_where(used)
+    merge, written = jnp.concatenate([merge, reads], axis=1)[order], written[order]
 
     first = Row(*(x[row] for x in rec))
     low, high = split_range(first, first.first + split, first.tokens, xp=jnp)
@@ -226,5 +254,6 @@ def make_schedule(
     return Schedule(
         rows=jnp.stack(rec, axis=1).astype(jnp.int32),
         work=jnp.concatenate([work, block_tables[first.row[:, None], page]], axis=1).astype(jnp.int32),
-        merge=jnp.concatenate([jnp.stack(merge, axis=1), held], axis=1).astype(jnp.int32),
+        merge=merge.astype(jnp.int32),
+        written=written.astype(jnp.int32),
     )

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from splitk_jax.kernels.mosaic import access, schedule
-from splitk_jax.kernels.mosaic.finish import finish
+from splitk_jax.kernels.mosaic.fold import finish, fold, to_whole
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
-from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, fold, rescale
+from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, rescale
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
 from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
 
@@ -45,7 +45,8 @@ class Launched(NamedTuple):
     Attributes:
       out: [batch, num_q_heads, head_dim_v]. Written where one CTA computed all splits of a row.
       lse: f32[batch, head_blocks, cols]. Natural logarithm; of the same rows.
-      partials: o f32[slots, head_blocks, num_splits, cols, lanes], m and l without the last axis. Of the other rows.
+      partials: of the other rows. o: f32[slots, head_blocks, cols, scratch_splits, lanes]; m, l: f32[slots, head_blocks,
+        scratch_weights, cols].
       schedule: who computed what.
     """
 
@@ -104,9 +105,9 @@ def split(
             work_gmem,  # i32[teams, 13 + copies]
             out_gmem,  # [batch, num_q_heads, head_dim_v]
             lse_gmem,  # f32[batch, head_blocks, cols]
-            o_gmem,  # f32[slots, head_blocks, num_splits, cols, lanes]
-            m_gmem,  # f32[slots, head_blocks, num_splits, cols]
-            l_gmem,  # f32[slots, head_blocks, num_splits, cols]
+            o_gmem,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
+            m_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
+            l_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
             k_smem,  # [stages, kv_heads, step_kv, head_dim]
             v_smem,  # [stages, kv_heads, step_kv, rows_v]
             q_smem,  # [warpgroups, cols, head_dim]
@@ -256,7 +257,7 @@ def split(
                 return access.reduce_rows(op, x, reduce_smem.at[wg], Layout.WGMMA, PER_HEAD)
 
             def write_partial(slot: Any, at: Any, part: SplitPartials) -> None:
-                o_ref = o_gmem.at[slot, block, at, :, pl.ds(0, rows_v)].transpose((1, 0))
+                o_ref = o_gmem.at[slot, block, :, at, pl.ds(0, rows_v)].transpose((1, 0))
                 access.store(o_ref, plgpu.layout_cast(part.o, UNPAIRED))
                 access.store(m_gmem.at[slot, block, at], part.m)
                 access.store(l_gmem.at[slot, block, at], part.l)
@@ -296,7 +297,7 @@ def split(
                     plgpu.barrier_arrive(k_free.at[stage])
                     token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
                     s = jnp.where(token < live, s * scale, -jnp.inf)
-                    m_new = jnp.maximum(m, over_tokens("max", s))
+                    m_new = to_whole(jnp.maximum(m, over_tokens("max", s)))
                     plgpu.barrier_wait(v_full.at[stage])
                     m_new = m_new + nan_if(bad_smem[stage])
                     p = rescale(s, across(m_new, step_kv))
@@ -370,9 +371,9 @@ def split(
         out_type=[
             jax.ShapeDtypeStruct((batch, plan.num_q_heads, plan.head_dim_v), dtype),
             jax.ShapeDtypeStruct((batch, head_blocks, cols), jnp.float32),
-            jax.ShapeDtypeStruct((slots, head_blocks, plan.num_splits, cols, tile.lanes), jnp.float32),
-            jax.ShapeDtypeStruct((slots, head_blocks, plan.num_splits, cols), jnp.float32),
-            jax.ShapeDtypeStruct((slots, head_blocks, plan.num_splits, cols), jnp.float32),
+            jax.ShapeDtypeStruct((slots, head_blocks, cols, plan.scratch_splits, tile.lanes), jnp.float32),
+            jax.ShapeDtypeStruct((slots, head_blocks, plan.scratch_weights, cols), jnp.float32),
+            jax.ShapeDtypeStruct((slots, head_blocks, plan.scratch_weights, cols), jnp.float32),
         ],
         scratch_types=[
             plgpu.SMEM((stages, kv_heads, step_kv, plan.head_dim), dtype, transforms=tiled),
