@@ -1,7 +1,7 @@
 """`splitk-jax bench`: the op and its peers on the same cells, in one run: correctness first, then time.
 
-Two metrics, both in microseconds a layer, over a step of several layers. Each layer has its own KV pool, and together
-they are far larger than the L2 cache, so that every layer reads its keys and values from HBM.
+Two metrics, both in microseconds a layer, over a step of as many layers as a model has. The layers take turns with KV
+pools that together are far larger than the L2 cache, so that every layer reads its keys and values from HBM.
 
 - queued: wall time of `CALLS` calls of the jitted step, none waited for, over calls and layers; the best of several.
   Launch gaps are in it: it is what a decode step pays.
@@ -18,7 +18,8 @@ The JSON document of a run:
     cells      a list of:
       cell, model, num_q_heads, num_kv_heads, head_dim, page_size, batch, context, seq_lens (tokens), kv_bytes (a layer)
       skipped    why nothing ran, or null
-      num_pages, layers    of the pools
+      layers, pools        of a step; sets of pools that its layers take turns with
+      num_pages            of a pool
       plan       {fingerprint, num_splits, backend}; null where there is none
       floor      {queued_us, kernel_us, launch, reason}
       results    {system: {status, reason, choice, error, queued_us, kernel_us, kernels,
@@ -63,15 +64,15 @@ PINNED_PREFIX = "pinned "
 CALLS = 20
 """Calls that are queued before one is waited for."""
 
-MAX_LAYERS = 32
+LAYERS = 32
 """Layers of a step, as many as a model has: what a step computes once for all of them must not count as one layer's."""
-FEW_LAYERS = 4
-"""Layers that a ragged batch must have room for if its pools are to hold whole tables."""
-MIN_LAYERS = 2
-"""Layers where memory is short, and on a CPU."""
+FEW_POOLS = 4
+"""Sets of pools that a ragged batch must have room for if they are to hold whole tables."""
+MIN_POOLS = 2
+"""Sets of pools where memory is short, and on a CPU; there also the layers."""
 
 POOL_BYTES = 20 * 10**9
-"""Bytes that the pools of one cell may take; a cell that is larger with `MIN_LAYERS` is skipped."""
+"""Bytes that the pools of one cell may take; a cell that is larger with `MIN_POOLS` is skipped."""
 EXACT_POOL_BYTES = 10 * 10**9
 """Bytes up to which a ragged batch gets pools of batch * table width pages, as cuDNN wants them."""
 
@@ -215,6 +216,7 @@ class Row:
     skipped: str | None = None
     num_pages: int | None = None
     layers: int | None = None
+    pools: int | None = None
     plan: DecodePlan | None = None
     floor: Floor = Floor()
     results: dict[str, Result] = field(default_factory=dict)
@@ -279,9 +281,9 @@ class Way:
 
 
 class Inputs:
-    """A cell's arrays on the device: one set of pools a layer, one table for all, and dense attention of some rows."""
+    """A cell's arrays on the device: pools that layers take turns with, one table, and dense attention of some rows."""
 
-    def __init__(self, cell: Cell, *, num_pages: int, layers: int) -> None:
+    def __init__(self, cell: Cell, *, num_pages: int, pools: int, layers: int) -> None:
         heads = cell.heads
         self.layers = layers
         host = np.random.default_rng(0)
@@ -298,10 +300,11 @@ class Inputs:
                 taken += live
         self.block_tables = jnp.asarray(table)
         self.seq_lens = jnp.asarray(cell.seq_lens, jnp.int32)
-        keys = jax.random.split(jax.random.key(1), 2 * layers + 1)
+        keys = jax.random.split(jax.random.key(1), 2 * pools + 1)
         pool = (num_pages, cell.page_size, heads.num_kv_heads, heads.head_dim)
         self.q = _normal(keys[0], (cell.batch, heads.num_q_heads, heads.head_dim))
-        self.pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
+        self._pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
+        self.pools = [self._pools[layer % pools] for layer in range(layers)]
         self.checked = checked_rows(cell)
         self.dense = np.stack(
             [
@@ -324,16 +327,16 @@ class Inputs:
 
     def delete(self) -> None:
         """Frees the pools."""
-        for array in jax.tree.leaves(self.pools):
+        for array in jax.tree.leaves(self._pools):
             array.delete()
 
 
-def layers_and_pages(cell: Cell, *, on_gpu: bool) -> tuple[int, int]:
-    """Layers of a step, and pages of a layer's pool: batch * table width, or the live ones of a large ragged batch."""
-    layers = MAX_LAYERS if on_gpu else MIN_LAYERS
+def pools_of(cell: Cell, *, on_gpu: bool) -> tuple[int, int]:
+    """Sets of pools, and pages of each: batch * table width, or the live ones of a large ragged batch."""
+    most = LAYERS if on_gpu else MIN_POOLS
     exact = cell.batch * cell.width
-    num_pages = exact if min(layers, FEW_LAYERS) * exact * cell.page_bytes <= EXACT_POOL_BYTES else cell.live_pages
-    return max(min(layers, POOL_BYTES // (num_pages * cell.page_bytes)), MIN_LAYERS), num_pages
+    num_pages = exact if min(most, FEW_POOLS) * exact * cell.page_bytes <= EXACT_POOL_BYTES else cell.live_pages
+    return max(min(most, POOL_BYTES // (num_pages * cell.page_bytes)), MIN_POOLS), num_pages
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -541,18 +544,19 @@ class Run:
 
     def _cell(self, cell: Cell) -> Row:
         row = Row(cell=cell)
-        layers, num_pages = layers_and_pages(cell, on_gpu=self.device.platform == "gpu")
-        size, bound = layers * num_pages * cell.page_bytes, self._pool_bytes()
+        on_gpu = self.device.platform == "gpu"
+        pools, num_pages = pools_of(cell, on_gpu=on_gpu)
+        size, bound = pools * num_pages * cell.page_bytes, self._pool_bytes()
         if size > bound:
-            row.skipped = f"the pools of {layers} layers take {size / 1e9:.1f} GB; the bound is {bound / 1e9:.1f} GB"
+            row.skipped = f"{pools} sets of pools take {size / 1e9:.1f} GB; the bound is {bound / 1e9:.1f} GB"
             return row
-        row.layers, row.num_pages = layers, num_pages
+        row.layers, row.pools, row.num_pages = LAYERS if on_gpu else MIN_POOLS, pools, num_pages
         row.results = {
             name: Result(status="missing", reason=facts["missing"])
             for name, facts in self.peers.items()
             if facts["missing"] is not None
         }
-        inputs = Inputs(cell, num_pages=num_pages, layers=layers)
+        inputs = Inputs(cell, num_pages=num_pages, pools=pools, layers=row.layers)
         try:
             self._measure(row, inputs)
         finally:
@@ -661,7 +665,10 @@ class Run:
     def _ask(self, flashinfer: peers.FlashInfer, waiting: list[Row]) -> None:
         for row in waiting:
             assert row.layers is not None
-            answer = flashinfer.ask(row.cell, layers=row.layers, calls=CALLS, repeats=self.options.repeats)
+            assert row.pools is not None
+            answer = flashinfer.ask(
+                row.cell, layers=row.layers, pools=row.pools, calls=CALLS, repeats=self.options.repeats
+            )
             row.results[flashinfer.name] = flashinfer_result(answer)
         waiting.clear()
 
@@ -757,6 +764,7 @@ def document(run: Run) -> dict[str, Any]:
                 "skipped": row.skipped,
                 "num_pages": row.num_pages,
                 "layers": row.layers,
+                "pools": row.pools,
                 "plan": None
                 if plan is None
                 else {"fingerprint": plan.fingerprint(), "num_splits": plan.num_splits, "backend": plan.backend},
@@ -849,13 +857,13 @@ def tables(run: Run) -> str:
 
 
 def _plan_rows(run: Run) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    header = ("cell", "q heads", "KV heads", "head dim", "splits", "plan", "pages", "layers")
+    header = ("cell", "q heads", "KV heads", "head dim", "splits", "plan", "pages", "pools")
     rows = []
     for row in run.rows:
         heads, plan = row.cell.heads, row.plan
         own = (None, None) if plan is None else (plan.num_splits, plan.fingerprint())
         shape = (heads.num_q_heads, heads.num_kv_heads, heads.head_dim)
-        rows.append((row.cell.name, *shape, *own, row.num_pages, row.layers))
+        rows.append((row.cell.name, *shape, *own, row.num_pages, row.pools))
     return header, rows
 
 

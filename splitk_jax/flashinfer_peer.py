@@ -65,7 +65,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Checks and times one cell.
 
     Args:
-      request: num_q_heads, num_kv_heads, head_dim, page_size and seq_lens (tokens), layers, calls, repeats.
+      request: num_q_heads, num_kv_heads, head_dim, page_size and seq_lens (tokens), layers, pools, calls, repeats.
 
     Returns:
       error: the largest relative error of a checked row and head.
@@ -77,7 +77,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     page_size, seq_lens, layers = request["page_size"], request["seq_lens"], request["layers"]
     counts = [-(-n // page_size) for n in seq_lens]
     pool = (sum(counts), page_size, request["num_kv_heads"], request["head_dim"])
-    pools = [tuple(torch.randn(pool, device="cuda", dtype=torch.bfloat16) for _ in ("k", "v")) for _ in range(layers)]
+    pools = [
+        tuple(torch.randn(pool, device="cuda", dtype=torch.bfloat16) for _ in ("k", "v"))
+        for _ in range(request["pools"])
+    ]
     q = torch.randn(len(seq_lens), request["num_q_heads"], pool[-1], device="cuda", dtype=torch.bfloat16)
     starts = [0, *itertools.accumulate(counts)]
     indices = torch.randperm(pool[0], device="cuda").int()
@@ -101,8 +104,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         error = max(error, relative) if relative == relative else float("inf")
 
     def step() -> None:
-        for kv in pools:
-            decode.run(q, kv, out=out)
+        for layer in range(layers):
+            decode.run(q, pools[layer % len(pools)], out=out)
 
     return {
         "error": error,

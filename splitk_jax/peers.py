@@ -312,7 +312,7 @@ class FlashInfer:
                 self._die(f"its kernels did not compile in {FLASHINFER_WARM_S * len(self._head_dims):.0f} s")
         return True
 
-    def ask(self, cell: Cell, *, layers: int, calls: int, repeats: int) -> dict[str, Any]:
+    def ask(self, cell: Cell, *, layers: int, pools: int, calls: int, repeats: int) -> dict[str, Any]:
         """Checks and times one cell.
 
         Returns:
@@ -329,6 +329,7 @@ class FlashInfer:
                 "page_size": cell.page_size,
                 "seq_lens": cell.seq_lens,
                 "layers": layers,
+                "pools": pools,
                 "calls": calls,
                 "repeats": repeats,
             }

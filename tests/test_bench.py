@@ -93,13 +93,13 @@ class TestShapes:
 
     def test_pools_are_exact_where_they_can_be(self):
         for cell in SUITES["decode"]:
-            layers, num_pages = bench.layers_and_pages(cell, on_gpu=True)
+            pools, num_pages = bench.pools_of(cell, on_gpu=True)
             exact = num_pages == cell.batch * cell.width
             assert exact or (cell.context == "128k+63" and num_pages == cell.live_pages)
-            assert bench.MIN_LAYERS <= layers <= bench.MAX_LAYERS
-            assert layers == bench.MAX_LAYERS or layers * cell.kv_bytes > 5 * 60 * 2**20
-            assert layers * num_pages * cell.page_bytes <= bench.POOL_BYTES
-        assert bench.layers_and_pages(equal("llama3-8b", 16, 128 * K), on_gpu=True)[0] == 2
+            assert bench.MIN_POOLS <= pools <= bench.LAYERS
+            assert pools == bench.LAYERS or pools * cell.kv_bytes > 5 * 60 * 2**20
+            assert pools * num_pages * cell.page_bytes <= bench.POOL_BYTES
+        assert bench.pools_of(equal("llama3-8b", 16, 128 * K), on_gpu=True)[0] == 2
 
     def test_checked_rows(self):
         assert bench.checked_rows(equal("llama3-8b", 128, 1 * K)) == list(range(128))
@@ -268,7 +268,7 @@ class TestWrong:
         monkeypatch.setattr(bench, "POOL_BYTES", 1000)
         done = run("--peers", "none", "--only", ONE)
         assert done.exit_code == 0
-        assert "skipped: the pools of 2 layers take 0.0 GB; the bound is 0.0 GB" in done.stdout
+        assert "skipped: 2 sets of pools take 0.0 GB; the bound is 0.0 GB" in done.stdout
 
 
 def test_invariance_compares_the_plan_with_pinned_counts(monkeypatch):
@@ -383,7 +383,7 @@ class TestFlashInfer:
             flashinfer.close()
             flashinfer.close()  # twice is once
 
-    ask = staticmethod(functools.partial(peers.FlashInfer.ask, layers=2, calls=20, repeats=5))
+    ask = staticmethod(functools.partial(peers.FlashInfer.ask, layers=4, pools=2, calls=20, repeats=5))
 
     def test_questions_and_answers(self, start):
         flashinfer = start(
@@ -397,7 +397,8 @@ class TestFlashInfer:
             "head_dim": 128,
             "page_size": 16,
             "seq_lens": [1024, 1024],
-            "layers": 2,
+            "layers": 4,
+            "pools": 2,
             "calls": 20,
             "repeats": 5,
         }
@@ -463,7 +464,7 @@ class TestRunOnAGpu:
         program = tmp_path / "program.py"
         answer = {"error": 1e-3, "queued_us": 100.0, "kernel_us": 90.0}
         program.write_text(f"import sys\nfor line in sys.stdin: print({json.dumps(json.dumps(answer))}, flush=True)")
-        for name, value in {"CALLS": 1, "FEW_LAYERS": 2, "MAX_LAYERS": 2}.items():
+        for name, value in {"CALLS": 1, "FEW_POOLS": 2, "LAYERS": 2}.items():
             monkeypatch.setattr(bench, name, value)
         monkeypatch.setattr(bench, "kernel_times", lambda way, inputs: {"split": 1.5, "combine": 0.5})
         monkeypatch.setattr(peers, "FLASHINFER_PROGRAM", program)

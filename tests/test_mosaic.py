@@ -609,14 +609,12 @@ class Replay:
 
     def combine_kernel(self, plan):
         place = {row.row: i for i, row in enumerate(self.rows)}
-        used = [item.splits > 0 for item in self.merge]
-        assert used == sorted(used, reverse=True), "the combine stops at the first record without work"
-        assert sorted(item.slot for item in self.merge) == list(range(len(self.merge)))
-        for item, reads, wanted in zip(self.merge, self.reads, self.wanted, strict=True):
+        for slot, (item, reads, wanted) in enumerate(zip(self.merge, self.reads, self.wanted, strict=True)):
             assert len(wanted) % 128 == 0
             assert len(wanted) >= plan.num_splits
             splits = [s for s, one in enumerate(wanted) if one]
-            expected = [(run, [s % RUN_SPLITS for s in of]) for run, of in itertools.groupby(splits, lambda s: s // RUN_SPLITS)]
+            runs = itertools.groupby(splits, lambda s: s // RUN_SPLITS)
+            expected = [(run, [s % RUN_SPLITS for s in of]) for run, of in runs]
             assert reads[: item.reads] == [2 * run + (places != [0]) for run, places in expected]
             if item.splits == 0:
                 assert not splits
@@ -626,7 +624,7 @@ class Replay:
             # In order, each split once, and no fold reaches into a run that it did not begin: the sums are the tree's.
             past = 0
             for split in splits:
-                of_row, first, stop = self.partials.pop((item.slot, split))
+                of_row, first, stop = self.partials.pop((slot, split))
                 assert (of_row, first) == (row, past)
                 assert first == split
                 assert stop % RUN_SPLITS == 0 or stop == item.splits or stop // RUN_SPLITS == first // RUN_SPLITS
@@ -760,14 +758,14 @@ class TestCombine:
         [
             pytest.param(Case((4, 2), splits=33, launch_ctas=7), [9000], id="one-row-in-seven-teams"),
             pytest.param(Case((2, 2), splits=20, launch_ctas=40), [16000], id="a-split-a-team"),
-            pytest.param(Case((2, 1), 256, splits=45, launch_ctas=9), [16000], id="more-than-a-chunk"),
+            pytest.param(Case((2, 1), 256, splits=132, launch_ctas=50), [16300], id="more-than-a-copy"),
             pytest.param(Case((4, 2), splits=33, launch_ctas=6), [3000, 0, 700, 5000], id="ragged"),
             pytest.param(Case((2, 2), 64, launch_ctas=3), [900, 70, 1, 2600, 130], id="more-rows-than-teams"),
             pytest.param(Case((2, 2), 80, splits=20, launch_ctas=4), [1500, 40, 0], id="dv80"),
         ],
     )
-    def test_folds_what_was_written(self, case, lengths, monkeypatch):
-        from jax.experimental import pallas as pl
+    @pytest.mark.parametrize("few", [True, False])
+    def test_folds_what_was_written(self, case, lengths, few, monkeypatch):
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         from splitk_jax.kernels.mosaic import combine as module
@@ -777,11 +775,7 @@ class TestCombine:
         interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(module.plgpu, "kernel", interpreted)
 
-        def copy_in(src, dst, barrier, *, wanted):  # the interpreter takes no predicate
-            pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(src, dst, barrier))
-            pl.when(jnp.logical_not(wanted))(lambda: plgpu.barrier_arrive(barrier))
-
-        monkeypatch.setattr(module.access, "copy_in", copy_in)
+        monkeypatch.setattr(module, "FEW_CTAS", 1e6 if few else 0)
         plan, batch, rng = case.plan(), len(lengths), np.random.default_rng(0)
         tile, dim = plan.mosaic_tile, plan.head_dim_v
         blocks = plan.num_kv_heads * tile.blocks

@@ -23,14 +23,14 @@ from splitk_jax.plan import RUN_SPLITS, DecodePlan
 from splitk_jax.policy import ceil_div
 from splitk_jax.tiles import WARPGROUP
 
+FEW_CTAS = 2
+"""CTAs an SM up to which they find one almost each."""
+
 CHUNK = 8
-"""Runs that one copy brings, written or not, where the CTAs of a launch find an SM almost each."""
+"""Runs that one copy brings there, written or not."""
 
-AHEAD_BYTES = 128 * 1024, 16 * 1024
+AHEAD_BYTES = 128 * 1024, 8 * 1024
 """Bytes of partials on their way to a CTA, at most: there, and where an SM is to hold many CTAs at once."""
-
-CTAS = 8
-"""CTAs an SM: where there are more heads to merge, a CTA merges one after another."""
 
 NOT_WRITTEN = -1.0
 
@@ -48,10 +48,7 @@ def combine(
     batch = out.shape[0]
     if plan.num_splits > 1 or not tile.direct:
         slots, head_blocks = partials.o.shape[:2]
-        per_slot = tile.heads * head_blocks
-        # CTAs of a head; each takes every so many-th of the records.
-        ctas = min(max(CTAS * plan.launch_ctas // per_slot, 1), slots)
-        few = per_slot * slots <= 2 * plan.launch_ctas
+        few = plan.num_q_heads * slots <= FEW_CTAS * plan.launch_ctas
         in_run = min(RUN_SPLITS, plan.num_splits)
         # Runs of a copy; copies; and how many of them are on their way at once.
         runs = ceil_div(plan.runs, ceil_div(plan.runs, CHUNK)) if few else 1
@@ -65,7 +62,7 @@ def combine(
         guessed = few and slots == 1
 
         def kernel(
-            merge_gmem: Any,  # i32[slots, 4 + runs]
+            merge_gmem: Any,  # i32[slots, 3 + runs]
             written_gmem: Any,  # i32[slots, scratch_weights]
             o_gmem: Any,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
             m_gmem: Any,  # f32[slots, head_blocks, scratch_weights, cols]
@@ -80,20 +77,20 @@ def combine(
             lse_smem: Any,  # f32[lanes]
             full: Any,  # barriers[stages]
         ) -> None:
-            n, block, cta = (lax.axis_index(name) for name in ("head", "block", "cta"))
+            n, block, slot = (lax.axis_index(name) for name in ("head", "block", "slot"))
             head = block * tile.heads + n
             col = head - first_row(plan, block)
 
-            def read_of(at: Any, i: Any) -> tuple[Any, Any]:
+            def read_of(i: Any) -> tuple[Any, Any]:
                 """The first split of a copy, and whether there is more of it than that."""
                 if few:
                     return i * (runs * in_run), True
-                entry = merge_gmem[at, schedule.MERGE_READS + i]
+                entry = merge_gmem[slot, schedule.MERGE_READS + i]
                 return lax.shift_right_logical(entry, 1) * in_run, (entry & 1) > 0
 
-            def fetch(slot: Any, at: Any, i: Any) -> None:
+            def fetch(i: Any) -> None:
                 stage = lax.rem(i, jnp.int32(stages))
-                first, more = read_of(at, i)
+                first, more = read_of(i)
 
                 def copy(rows: int) -> None:
                     plgpu.copy_gmem_to_smem(
@@ -108,16 +105,16 @@ def combine(
                     pl.when(more)(lambda: copy(in_run))
                     pl.when(jnp.logical_not(more))(lambda: copy(1))
 
-            def merge(at: Any) -> None:
-                item = Merge(*(merge_gmem[at, c] for c in range(schedule.MERGE_READS)))
+            def merge() -> None:
+                item = Merge(*(merge_gmem[slot, c] for c in range(schedule.MERGE_READS)))
                 count = ceil_div(item.splits, runs * in_run) if few else item.reads
                 for i in range(int(guessed), stages):
-                    pl.when(i < count)(functools.partial(fetch, item.slot, at, jnp.int32(i)))
+                    pl.when(i < count)(functools.partial(fetch, jnp.int32(i)))
 
                 threads = [pl.ds(first, WARPGROUP) for first in range(0, plan.scratch_weights, WARPGROUP)]
-                written = [access.load(written_gmem.at[at, part], by_thread) != 0 for part in threads]
+                written = [access.load(written_gmem.at[slot, part], by_thread) != 0 for part in threads]
                 m, l = (
-                    [access.load(ref.at[item.slot, block, part, col], by_thread) for part in threads]
+                    [access.load(ref.at[slot, block, part, col], by_thread) for part in threads]
                     for ref in (m_gmem, l_gmem)
                 )
                 m = [jnp.where(is_written, x, -jnp.inf) for is_written, x in zip(written, m, strict=True)]
@@ -134,7 +131,7 @@ def combine(
 
                 def sum_copy(i: Any, total: tuple[Any, Any]) -> tuple[Any, Any]:
                     stage = lax.rem(i, jnp.int32(stages))
-                    first, more = read_of(at, i)
+                    first, more = read_of(i)
                     plgpu.barrier_wait(full.at[stage])
 
                     def term(s: int) -> tuple[Any, Any]:
@@ -158,7 +155,7 @@ def combine(
                         @pl.when(i + stages < count)
                         def _() -> None:
                             plgpu.commit_smem()  # every thread has read the stage
-                            fetch(item.slot, at, i + stages)
+                            fetch(i + stages)
 
                     return total
 
@@ -179,23 +176,11 @@ def combine(
                 lse_gmem[item.row, block, col] = lse_smem[0]
 
             if guessed:
-                fetch(0, 0, jnp.int32(0))
-            if ctas == slots:
-                used = merge_gmem[cta, schedule.MERGE_SPLITS] > 0
-                pl.when(used)(lambda: merge(cta))
-                if guessed:  # no CTA leaves before what is written to its memory
-                    pl.when(jnp.logical_not(used))(lambda: plgpu.barrier_wait(full.at[0]))
-            else:
-
-                def next_record(at: Any) -> Any:
-                    merge(at)
-                    return at + ctas
-
-                lax.while_loop(
-                    lambda at: (at < slots) & (merge_gmem[jnp.minimum(at, slots - 1), schedule.MERGE_SPLITS] > 0),
-                    next_record,
-                    cta,
-                )
+                fetch(jnp.int32(0))
+            used = merge_gmem[slot, schedule.MERGE_SPLITS] > 0
+            pl.when(used)(merge)
+            if guessed:  # no CTA leaves before what is written to its memory
+                pl.when(jnp.logical_not(used))(lambda: plgpu.barrier_wait(full.at[0]))
 
         kernel.__name__ = f"splitk_combine_s{plan.num_splits}"
         out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
@@ -209,8 +194,8 @@ def combine(
                 plgpu.SMEM((tile.lanes,), jnp.float32),
                 plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             ],
-            grid=(tile.heads, head_blocks, ctas),
-            grid_names=("head", "block", "cta"),
+            grid=(tile.heads, head_blocks, slots),
+            grid_names=("head", "block", "slot"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(scheduled.merge, scheduled.written, *partials, out_ref, lse_ref)
         # Without the barrier XLA lets a call whose result goes into a slice, as a scan's stacked output does, write to

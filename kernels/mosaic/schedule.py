@@ -74,17 +74,15 @@ class Work(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """What the combine does.
+    """How the partials of a scratch slot become an output.
 
     Attributes:
       row: which row of the batch.
-      slot: the scratch slot that its partials lie in.
-      splits: all of the row's; 0 where nothing is to be done, and in every record after that one.
+      splits: all of the row's; 0 where nothing is to be done.
       reads: runs of splits of which there are partials.
     """
 
     row: Any
-    slot: Any
     splits: Any
     reads: Any
 
@@ -96,10 +94,10 @@ class Schedule(NamedTuple):
       rows: i32[batch, 8]. A `Row` each.
       work: i32[teams, 13 + copies]. A `Work`, the `Row` that it begins in, and the pages of its first split's first
         steps, a step for each stage, so that nothing stands between this record and a CTA's first copies.
-      merge: i32[slots, 4 + runs]. A `Merge` each, and its reads in order: twice the run, and 1 more where there are
+      merge: i32[slots, 3 + runs]. A `Merge` each, and its reads in order: twice the run, and 1 more where there are
         partials beyond the run's first.
-      written: i32[slots, scratch_weights]. Of each record of `merge`, 1 where there is a partial of the split, which may
-        be a fold of some that follow it.
+      written: i32[slots, scratch_weights]. 1 where there is a partial of the split, which may be a fold of some that
+        follow it.
     """
 
     rows: jax.Array
@@ -239,11 +237,7 @@ def make_schedule(
     chosen = read[:, None, :] & (nth[:, None, :] == index[None, :, None])
     reads = jnp.sum(jnp.where(chosen, entry[:, None, :], 0), axis=2)
     written = jnp.pad(written.reshape(len(used), -1), ((0, 0), (0, WARPGROUP)))[:, : plan.scratch_weights]
-    merge = Merge(rec.row[merged], jnp.arange(len(used)), jnp.where(used, of_row, 0), jnp.sum(read, axis=1))
-    merge = jnp.stack(merge, axis=1)
-    # Those that are used come first.
-    order = first_where(used)
-    merge, written = jnp.concatenate([merge, reads], axis=1)[order], written[order]
+    merge = Merge(rec.row[merged], jnp.where(used, of_row, 0), jnp.sum(read, axis=1))
 
     first = Row(*(x[row] for x in rec))
     low, high = split_range(first, first.first + split, first.tokens, xp=jnp)
@@ -254,6 +248,6 @@ def make_schedule(
     return Schedule(
         rows=jnp.stack(rec, axis=1).astype(jnp.int32),
         work=jnp.concatenate([work, block_tables[first.row[:, None], page]], axis=1).astype(jnp.int32),
-        merge=merge.astype(jnp.int32),
-        written=written.astype(jnp.int32),
+        merge=jnp.concatenate([jnp.stack(merge, axis=1), reads], axis=1).astype(jnp.int32),
+        written=written,
     )

@@ -45,8 +45,8 @@ class Launched(NamedTuple):
     Attributes:
       out: [batch, num_q_heads, head_dim_v]. Written where one CTA computed all splits of a row.
       lse: f32[batch, head_blocks, cols]. Natural logarithm; of the same rows.
-      partials: of the other rows. o: f32[slots, head_blocks, cols, scratch_splits, lanes]; m, l: f32[slots, head_blocks,
-        scratch_weights, cols].
+      partials: of the other rows; o: f32[slots, head_blocks, cols, scratch_splits, lanes], m and l: f32[slots,
+        head_blocks, scratch_weights, cols].
       schedule: who computed what.
     """
 
