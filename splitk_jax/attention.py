@@ -121,9 +121,7 @@ def paged_decode_attention(
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     if plan.backend == "mosaic":
-        checks.require_served_by_mosaic(
-            plan, q, window=options["window"], softcap=options["softcap"], sinks=sinks, runs=not traced
-        )
+        checks.require_served_by_mosaic(plan, q, runs=not traced)
     if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
     log.traced(plan)
@@ -165,7 +163,7 @@ def _attend(
     @jax.custom_batching.sequential_vmap
     def attend(sinks: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         split, combine = _kernels(plan)
-        return combine(split(*arrays, window=window, softcap=softcap), sinks)
+        return combine(split(*arrays, sinks, window=window, softcap=softcap), sinks)
 
     return attend(sinks, q, k_pages, v_pages, block_tables, seq_lens, sm_scale)
 

@@ -17,6 +17,9 @@ from splitk_jax.target import KV_DTYPES, whole_number
 MOSAIC_JAX = (0, 11)
 """The first JAX whose Pallas has what the mosaic kernels use."""
 
+MAX_Q_LEN = 16
+"""Query tokens of a sequence in one call of the mosaic backend."""
+
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Below it a float32 is subnormal, and arithmetic may take it for 0."""
 
@@ -232,9 +235,7 @@ def validate_batch(
             )
 
 
-def require_served_by_mosaic(
-    plan: DecodePlan, q: jax.Array, *, window: int | None, softcap: float | None, sinks: Any, runs: bool
-) -> None:
+def require_served_by_mosaic(plan: DecodePlan, q: jax.Array, *, runs: bool) -> None:
     """Refuses by name what the mosaic backend does not serve, and a process that cannot run it.
 
     Args:
@@ -245,17 +246,8 @@ def require_served_by_mosaic(
     """
     instead = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
     q_len = q.shape[1] if q.ndim == 4 else 1
-    for name, value, served in (
-        ("q_len", q_len, q_len == 1),
-        ("window", window, window is None),
-        ("softcap", softcap, softcap is None),
-        ("sinks", "an array", sinks is None),
-    ):
-        if not served:
-            raise NotImplementedError(
-                f"{name}={value}: the mosaic backend serves one query token, without window, softcap or sinks;"
-                f" {instead}"
-            )
+    if q_len > MAX_Q_LEN:
+        raise NotImplementedError(f"q_len={q_len}: the mosaic backend serves up to {MAX_Q_LEN} query tokens; {instead}")
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))
         raise NotImplementedError(f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {instead}")

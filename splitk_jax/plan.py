@@ -6,7 +6,7 @@ page ids or the pool's size. That is the domain of the invariance guarantee.
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -17,12 +17,15 @@ from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
 from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, WARPGROUP, MosaicTile
 
-TREE_VERSION = 2
+TREE_VERSION = 3
 """Moves when the split rules or the fold change, since bits move with them."""
 
 RUN_SPLITS = 8
 """Splits fold left to right in runs of so many, and the runs left to right: of a row that several CTAs share, each
 writes one partial for a run, not for a split."""
+
+PACKED_COLUMNS = 16
+"""Query heads of a warpgroup where several query tokens are packed: with more, products take longer than loads."""
 
 MAX_TOKENS = 1 << 30
 """Tokens that one block-table row may hold: span arithmetic stays inside int32 below it."""
@@ -59,7 +62,7 @@ def split_edges(
       seq_len: the row's tokens, 0 to `MAX_TOKENS`; a scalar or an array of `xp`.
       num_splits: the plan's.
       min_kv_per_split: tokens.
-      block_kv: tokens; edges under the count rules lie at multiples of it from the span's start.
+      block_kv: tokens; edges lie at multiples of it.
       split_size: tokens, under `fixed_size`; None under the count rules.
       window: tokens that the row attends, the current one included; None for all.
       xp: numpy on the host, `jax.numpy` on a device: one text serves both.
@@ -68,11 +71,13 @@ def split_edges(
     if split_size is not None:
         # Edges at absolute multiples: a shared prefix keeps its partials as the sequence grows.
         return SplitEdges(start, start * 0, start * 0 + split_size, start // split_size, ceil_div(seq_len, split_size))
-    length = seq_len - start
-    active = xp.clip(ceil_div(length, min_kv_per_split), 1, num_splits)
-    span = xp.maximum(ceil_div(ceil_div(length, active), block_kv), 1) * block_kv
+    # A window's splits are counted from a multiple of `block_kv`: rows whose windows begin a few tokens apart have the
+    # same edges, and every step of loads begins where a copy does.
+    origin = start // block_kv * block_kv
+    active = xp.clip(ceil_div(seq_len - start, min_kv_per_split), 1, num_splits)
+    span = xp.maximum(ceil_div(ceil_div(seq_len - origin, active), block_kv), 1) * block_kv
     # Rounding the span up can leave the last of `active` splits empty: stop at the last that is not.
-    return SplitEdges(start, start, span, start * 0, ceil_div(length, span))
+    return SplitEdges(start, origin, span, start * 0, ceil_div(seq_len - origin, span))
 
 
 def split_range(edges: Any, s: Any, seq_len: Any, *, xp: Any = np) -> tuple[Any, Any]:
@@ -299,6 +304,34 @@ class DecodePlan:
             block_kv=self.block_kv,
             step_kv=self.step_kv,
             itemsize=_itemsize(self.kv_dtype),
+        )
+
+    def packed(self, q_len: int) -> "DecodePlan":
+        """The launch of `q_len` query tokens a sequence in the mosaic backend, as one of as many more heads.
+
+        The heads of all tokens that share a KV head lie side by side, token by token, so that keys and values are read
+        once for all of them. The tree and the steps are the plan's.
+        """
+        if q_len == 1:
+            return self
+        assert self.stages is not None  # a plan of this backend has them
+        tile, group = self.mosaic_tile, self.group * q_len
+        fewest = ceil_div(group, PACKED_COLUMNS)
+        blocks = next(n for n in range(fewest, group + 1) if group % n == 0)
+        kv_heads = tile.kv_heads if blocks == 1 else 1
+        parts = 2 if kv_heads == 1 and self.warpgroups > 1 and blocks % 2 == 0 else 1
+        tile = replace(tile, group=group, heads=group // blocks, blocks=blocks, kv_heads=kv_heads, parts=parts)
+        target = self.policy.target
+        kib = None if target is None else target.smem_per_cta_kib
+        stages = self.stages * self.kv_heads_per_cta // kv_heads
+        return replace(
+            self,
+            num_q_heads=self.num_q_heads * q_len,
+            heads_per_cta=group * parts // blocks,
+            kv_heads_per_cta=kv_heads,
+            warpgroups=tile.warpgroups,
+            ctas=self.num_kv_heads // kv_heads * tile.ctas_per_kv_head,
+            stages=tile.stages_that_fit(stages, None if kib is None else kib * 1024),
         )
 
     @property

@@ -129,6 +129,12 @@ class MosaicTile:
         ]
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
 
+    def stages_that_fit(self, stages: int, limit: int | None) -> int:
+        """Of so many stages, as many as fit in `limit` bytes of shared memory, where it is known; at least one."""
+        while limit is not None and stages > 1 and self.smem_bytes(stages) > limit:
+            stages -= 1
+        return stages
+
     def fitted(self, *, num_kv_heads: int, warpgroups: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:
         """The tile of one warpgroup, widened to two where a CTA may have two and has work for them, and its stages.
 
@@ -140,10 +146,7 @@ class MosaicTile:
         """
 
         def fit(tile: MosaicTile) -> int:
-            count = stages
-            while limit is not None and count > 1 and tile.smem_bytes(count) > limit:
-                count -= 1
-            return count
+            return tile.stages_that_fit(stages, limit)
 
         half = self.step_kv // 2
         if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == half % ROWS == half % self.block_kv == 0:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir.dialects import arith
 
 plgpu: Any = mosaic_gpu
 
@@ -46,6 +47,7 @@ def reduce_rows(op: str, x: jax.Array, scratch: Any, layout: Any, reduced: Any) 
     )
     def reduce(ctx: Any, x: Any, scratch: Any) -> Any:
         del ctx
-        return x.reduce(op, 0, scratch)
+        # Of "add", the order of the sum would follow the number of columns.
+        return x.reduce(arith.addf if op == "add" else op, 0, scratch)
 
     return reduce(x, scratch)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from splitk_jax.kernels.mosaic import access, schedule
-from splitk_jax.kernels.mosaic.fold import finish, weights
+from splitk_jax.kernels.mosaic.fold import finish, fold_sink, weights
 from splitk_jax.kernels.mosaic.schedule import Merge
 from splitk_jax.kernels.mosaic.split import Launched, first_row
 from splitk_jax.kernels.partials import SplitPartials
@@ -42,10 +42,10 @@ def combine(
     plan: DecodePlan,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, q_len, num_q_heads, head_dim_v], f32[batch, q_len, num_q_heads]
     """Merges what the split kernel left in parts, one CTA a head, and returns the output and its log-sum-exp."""
-    del sinks
-    tile = plan.mosaic_tile
     out, lse, partials, scheduled = launched
-    batch = out.shape[0]
+    q_len = scheduled.row_of.shape[1]
+    group, plan = plan.group, plan.packed(q_len)
+    tile = plan.mosaic_tile
     if plan.num_splits > 1 or not tile.direct:
         slots, head_blocks = partials.o.shape[:2]
         few = plan.num_q_heads * slots <= FEW_CTAS * plan.launch_ctas
@@ -61,22 +61,24 @@ def combine(
         # Of one row, most partials are written: the first copy is on its way before the record says so.
         guessed = few and slots == 1
 
-        def kernel(
-            merge_gmem: Any,  # i32[slots, 3 + runs]
-            written_gmem: Any,  # i32[slots, scratch_weights]
-            o_gmem: Any,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
-            m_gmem: Any,  # f32[slots, head_blocks, scratch_weights, cols]
-            l_gmem: Any,  # f32[slots, head_blocks, scratch_weights, cols]
-            out_gmem: Any,  # [batch, num_q_heads, head_dim_v]
-            lse_gmem: Any,  # f32[batch, head_blocks, cols]
-            o_smem: Any,  # f32[stages, splits of a copy, lanes]
-            near_smem: Any,  # f32[scratch_weights]
-            far_smem: Any,  # f32[scratch_weights]
-            l_smem: Any,  # f32[scratch_weights]
-            out_smem: Any,  # [lanes]
-            lse_smem: Any,  # f32[lanes]
-            full: Any,  # barriers[stages]
-        ) -> None:
+        def kernel(*refs: Any) -> None:
+            (
+                merge_gmem,  # i32[slots, 3 + runs]
+                written_gmem,  # i32[slots, scratch_weights]
+                o_gmem,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
+                m_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
+                l_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
+                *sinks_gmem,  # f32[num_q_heads], where there are any
+                out_gmem,  # [rows, heads, head_dim_v]; heads: num_q_heads, of all query tokens
+                lse_gmem,  # f32[rows, head_blocks, cols]
+                o_smem,  # f32[stages, splits of a copy, lanes]
+                near_smem,  # f32[scratch_weights]
+                far_smem,  # f32[scratch_weights]
+                l_smem,  # f32[scratch_weights]
+                out_smem,  # [lanes]
+                lse_smem,  # f32[lanes]
+                full,  # barriers[stages]
+            ) = refs
             n, block, slot = (lax.axis_index(name) for name in ("head", "block", "slot"))
             head = block * tile.heads + n
             col = head - first_row(plan, block)
@@ -163,7 +165,11 @@ def combine(
                 total = lax.fori_loop(0, count, sum_copy, total) if copies > 1 else sum_copy(jnp.int32(0), total)
                 o, l = total
                 across = [jnp.full((tile.lanes,), x) for x in (m_all, l)]
-                out, lse = finish(SplitPartials(o, *across), lambda x: x)
+                acc = SplitPartials(o, *across)
+                if sinks is not None:
+                    of_token = lax.div(head, jnp.int32(plan.group)) * group + lax.rem(head, jnp.int32(group))
+                    acc = fold_sink(acc, jnp.full((tile.lanes,), sinks_gmem[0][of_token]), lambda x: x)
+                out, lse = finish(acc, lambda x: x)
                 lse_smem[...] = lse
                 if plan.head_dim_v == tile.lanes:
                     out_gmem.at[item.row, head][...] = out.astype(out_gmem.dtype)
@@ -197,11 +203,21 @@ def combine(
             grid=(tile.heads, head_blocks, slots),
             grid_names=("head", "block", "slot"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        )(scheduled.merge, scheduled.written, *partials, out_ref, lse_ref)
+        )(scheduled.merge, scheduled.written, *partials, *([] if sinks is None else [sinks]), out_ref, lse_ref)
         # Without the barrier XLA lets a call whose result goes into a slice, as a scan's stacked output does, write to
         # that slice, although this one writes to its operand: the slice is then never written (JAX 0.11.2).
         out, lse = lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))
     head = np.arange(plan.num_q_heads)
     block = head // tile.heads
-    lse = lse.reshape(batch, -1)[:, block * tile.cols + head - first_row(plan, block, xp=np)]
-    return out[:, None], lse[:, None]
+    lse = lse.reshape(len(lse), -1)[:, block * tile.cols + head - first_row(plan, block, xp=np)]
+    if q_len == 1:
+        return out[:, None], lse[:, None]
+    return tuple(_of_tokens(x, scheduled.row_of, plan.num_kv_heads) for x in (out, lse))
+
+
+def _of_tokens(x: jax.Array, row_of: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[rows, heads, ...] -> [batch, q_len, num_q_heads, ...]: of each query token, what its row has of it."""
+    batch, q_len = row_of.shape
+    x = x.reshape(x.shape[0], num_kv_heads, q_len, -1, *x.shape[2:])
+    x = x[row_of, :, jnp.arange(q_len)[None, :]]
+    return x.reshape(batch, q_len, -1, *x.shape[4:])

@@ -2,8 +2,11 @@
 
 Every partial's `m` is a whole number, so a weight is a power of two and multiplies without rounding: what is left of a
 fold is one sum in split order, whose terms may be scaled to the largest `m` early or late. So a CTA that folds as it
-goes and the combine, which knows every `m` before it begins, come to the same bits. What the scaling could round, below
-the normal numbers, `finish` drops.
+goes and the combine, which knows every `m` before it begins, come to the same bits.
+
+That holds where no term of a sum overflows, or is below 2**-126 at the scale of the largest `m`. What is lost there late
+and not early is below 2**-149: `finish` drops outputs that it could be seen in, and above them it shows only where the
+sum of such terms and the ones above is an exact tie, which takes values made for it.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,8 @@ _WHOLE = 1.5 * 2.0**23
 
 def to_whole(m: jax.Array) -> jax.Array:
     """The nearest whole number, by adding one so large that nothing smaller is kept; infinities and NaN as they are."""
-    return (m + _WHOLE) - _WHOLE
+    # From both sides: a sum below 2**23 keeps halves.
+    return (((m + _WHOLE) - _WHOLE) - _WHOLE) + _WHOLE
 
 
 def weights(m: jax.Array, m_new: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,6 +54,22 @@ def fold(acc: SplitPartials, part: SplitPartials, across: Callable[[jax.Array], 
         m=m,
         l=acc.l * a * a_far + part.l * b * b_far,
     )
+
+
+def fold_sink(acc: SplitPartials, sink: jax.Array, across: Callable[[jax.Array], jax.Array]) -> SplitPartials:
+    """Folds one more logit, of nothing, into a whole fold: after every split, in whichever kernel that is.
+
+    Args:
+      acc: the fold.
+      sink: the logit of each head (natural logarithm).
+      across: spreads a value per head over its output.
+    """
+    logit = sink * LOG2E
+    m_sink = to_whole(logit)
+    l_sink = jnp.where(logit == -jnp.inf, 0.0, jnp.exp2(logit - m_sink))
+    m = jnp.maximum(acc.m, m_sink)
+    (a, a_far), (b, b_far) = weights(acc.m, m), weights(m_sink, m)
+    return SplitPartials(o=acc.o * across(a) * across(a_far), m=m, l=acc.l * a * a_far + l_sink * b * b_far)
 
 
 def finish(acc: SplitPartials, across: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ The splits of the batch, row after row, are cut into one contiguous range for ea
 block of heads: its CTAs read the same pages at the same time, each its heads' part, so that DRAM sees whole pages.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -34,19 +35,24 @@ SNAP = 0.04
 
 
 class Row(NamedTuple):
-    """What the kernel knows of a row.
+    """What the kernel knows of a row: query tokens of one sequence whose splits have the same edges.
 
     Attributes:
-      row: which row of the batch: the schedule has them in an order of its own.
+      row: which row of the launch: the place among all query tokens of the batch of the row's first.
+      seq: which sequence of the batch.
+      length: tokens that the sequence's first query token attends up to; the next one attends one more.
       start: first attended token.
       origin, span, first: split `s`, counted from the row's first, begins at `origin + (first + s) * span`, or at
         `start` where that is later.
-      splits: how many; at least 1, so that a row without tokens is written too.
-      tokens: the row's; 0 where its length cannot be served.
+      splits: how many; at least 1, so that a row without tokens is written too. 0 of a query token that is in the row
+        of one before it.
+      tokens: the row's, its last query token's; 0 where its length cannot be served.
       poison: 1 where the row is to come out NaN.
     """
 
     row: Any
+    seq: Any
+    length: Any
     start: Any
     origin: Any
     span: Any
@@ -77,7 +83,7 @@ class Merge(NamedTuple):
     """How the partials of a scratch slot become an output.
 
     Attributes:
-      row: which row of the batch.
+      row: which row of the launch.
       splits: all of the row's; 0 where nothing is to be done.
       reads: runs of splits of which there are partials.
     """
@@ -91,19 +97,21 @@ class Schedule(NamedTuple):
     """Records that the kernels read.
 
     Attributes:
-      rows: i32[batch, 8]. A `Row` each.
-      work: i32[teams, 13 + copies]. A `Work`, the `Row` that it begins in, and the pages of its first split's first
+      rows: i32[batch * q_len, 10]. A `Row` each.
+      work: i32[teams, 15 + copies]. A `Work`, the `Row` that it begins in, and the pages of its first split's first
         steps, a step for each stage, so that nothing stands between this record and a CTA's first copies.
       merge: i32[slots, 3 + runs]. A `Merge` each, and its reads in order: twice the run, and 1 more where there are
         partials beyond the run's first.
       written: i32[slots, scratch_weights]. 1 where there is a partial of the split, which may be a fold of some that
         follow it.
+      row_of: i32[batch, q_len]. The row of the launch that each query token is in.
     """
 
     rows: jax.Array
     work: jax.Array
     merge: jax.Array
     written: jax.Array
+    row_of: jax.Array
 
 
 WORK_ROW = len(Work._fields)
@@ -112,21 +120,38 @@ MERGE_SPLITS = Merge._fields.index("splits")
 MERGE_READS = len(Merge._fields)
 
 
-def row_record(seq_lens: jax.Array, *, plan: DecodePlan, capacity: int, window: int | None) -> Row:
-    """The record of every row: the plan's edges for its own length."""
-    length_ok = (seq_lens >= 0) & (seq_lens <= capacity)
-    tokens = jnp.where(length_ok, seq_lens, 0)
-    edges = plan.edges(tokens, window=window, xp=jnp)
-    return Row(
-        row=jnp.arange(seq_lens.shape[0]),
+def row_records(
+    seq_lens: jax.Array, *, plan: DecodePlan, capacity: int, window: int | None, q_len: int
+) -> tuple[Row, jax.Array]:
+    """The record of every query token, with the plan's edges for its own length; and the row that each is in."""
+    batch, at = seq_lens.shape[0], jnp.arange(q_len)
+    own = seq_lens[:, None] - (q_len - 1 - at)[None, :]
+    length_ok = (seq_lens[:, None] >= 0) & (own <= capacity)
+    own = jnp.where(length_ok, jnp.maximum(own, 0), 0)
+    edges = plan.edges(own, window=window, xp=jnp)
+    # Query tokens are in one row while what decides where its splits and its steps begin is the same.
+    what = [edges.origin, edges.span, edges.first, edges.start // plan.block_kv, length_ok.astype(jnp.int32)]
+    other = functools.reduce(jnp.logical_or, [x[:, 1:] != x[:, :-1] for x in what])
+    leads = jnp.pad(other, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(other, ((0, 0), (0, 1)), constant_values=True)
+    behind, ahead = at[None, None, :] <= at[None, :, None], at[None, None, :] >= at[None, :, None]
+    lead = jnp.max(jnp.where(leads[:, None, :] & behind, at[None, None, :], 0), axis=2)
+    last = jnp.min(jnp.where(ends[:, None, :] & ahead, at[None, None, :], q_len - 1), axis=2)
+    stop, tokens = (jnp.take_along_axis(x, last, axis=1) for x in (edges.stop, own))
+    seq = jnp.broadcast_to(jnp.arange(batch)[:, None], own.shape)
+    record = Row(
+        row=seq * q_len + at[None, :],
+        seq=seq,
+        length=jnp.broadcast_to(seq_lens[:, None] - (q_len - 1), own.shape),
         start=edges.start,
         origin=edges.origin,
         span=edges.span,
         first=edges.first,
-        splits=jnp.maximum(edges.stop - edges.first, 1),
+        splits=jnp.where(leads, jnp.maximum(stop - edges.first, 1), 0),
         tokens=tokens,
         poison=jnp.where(length_ok, 0, 1),
     )
+    return Row(*(x.reshape(-1) for x in record)), seq * q_len + lead
 
 
 def make_schedule(
@@ -135,18 +160,27 @@ def make_schedule(
     *,
     plan: DecodePlan,
     window: int | None,
+    q_len: int = 1,
 ) -> Schedule:
-    """Balances the splits of a batch over the teams of a launch by tokens."""
-    batch, teams, tile = seq_lens.shape[0], plan.launch_teams, plan.mosaic_tile
+    """Balances the splits of a batch over the teams of a launch by tokens.
+
+    Args:
+      seq_lens: tokens of each sequence.
+      block_tables: pages of each.
+      plan: the launch: of several query tokens, the plan that packs them.
+      window: tokens that a query token attends, itself included.
+      q_len: query tokens of a sequence.
+    """
+    rows, teams, tile = seq_lens.shape[0] * q_len, plan.launch_teams, plan.mosaic_tile
     assert plan.stages is not None  # a plan of this backend has them
     capacity = min(block_tables.shape[1] * plan.page_size, plan.max_tokens)
-    rec = row_record(seq_lens, plan=plan, capacity=capacity, window=window)
+    rec, row_of = row_records(seq_lens, plan=plan, capacity=capacity, window=window, q_len=q_len)
 
     def costs(rec: Row) -> tuple[jax.Array, jax.Array]:
         """What a split of each row and what the row costs, in pipeline steps."""
-        splits, tokens = (x.astype(jnp.float32) for x in (rec.splits, rec.tokens - rec.start))
+        splits, tokens = (x.astype(jnp.float32) for x in (jnp.maximum(rec.splits, 1), rec.tokens - rec.start))
         cost = tokens / plan.step_kv + SPLIT_OVERHEAD * splits
-        return cost / splits, cost
+        return cost / splits, jnp.where(rec.splits > 0, cost, 0.0)
 
     def upto(x: jax.Array) -> jax.Array:
         """Sums up to and including each."""
@@ -159,6 +193,10 @@ def make_schedule(
         place = jnp.where(x, ahead - 1, ahead[-1] + at - ahead)
         return jnp.sum(jnp.where(place[None, :] == at[:, None], at[None, :], 0), axis=1)
 
+    if q_len > 1:  # query tokens that are in another's row come last, where nothing reaches them
+        order = first_where(rec.splits > 0)
+        rec = Row(*(x[order] for x in rec))
+
     # Rows that some number of whole teams computes come first, and get them: long rows of long splits, which share no
     # team well, and rows that fill their teams. Tried with the least excess over a team's share first.
     split_cost, cost = costs(rec)
@@ -167,7 +205,7 @@ def make_schedule(
     most = jnp.maximum(jnp.floor(limit / split_cost[None, :]).astype(jnp.int32), 1)
     whole_teams = ceil_div(rec.splits[None, :], most)
     snug = cost[None, :] >= (1 - ALIGNED) * share * whole_teams.astype(jnp.float32)
-    snug = snug | ((cost > share) & (split_cost > COARSE * share))[None, :]
+    snug = (snug | ((cost > share) & (split_cost > COARSE * share))[None, :]) & (rec.splits > 0)[None, :]
     left = teams - jnp.sum(jnp.where(snug, whole_teams, 0), axis=1)
     rest = jnp.sum(jnp.where(snug, 0.0, cost[None, :]), axis=1)
     # Of ranges cut at the nearest split, the largest has about three quarters of a long row's split too much.
@@ -187,7 +225,7 @@ def make_schedule(
     apart, left = jnp.sum(jnp.where(whole_teams > 0, cost, 0.0)), teams - teams_end[-1]
     share = jnp.where(left > 0, (cost_end[-1] - apart) / jnp.maximum(left, 1).astype(jnp.float32), 0.0)
     at = apart + share * jnp.maximum(team - teams_end[-1], 0).astype(jnp.float32)
-    row = jnp.minimum(jnp.sum(cost_end[None, :] <= at[:, None], axis=1), batch - 1)
+    row = jnp.minimum(jnp.sum(cost_end[None, :] <= at[:, None], axis=1), rows - 1)
     within = (at - cost_begin[row]) / split_cost[row]
     to_split, to_run = jnp.round(within), RUN_SPLITS * jnp.round(within / RUN_SPLITS)
     near = jnp.abs(to_run - within) * split_cost[row] <= SNAP * share
@@ -199,17 +237,17 @@ def make_schedule(
     allowed = jnp.maximum((1 + ALIGNED) * cost_end[-1] / teams, (1 + SNAP) * share)
     to_rows = (jnp.max(edge[1:] - edge[:-1]) <= allowed) | (jnp.abs(edge - at) <= SNAP * share)
     begin = jnp.where(to_rows, jnp.where(lower, splits_begin[row], splits_end[row]), begin)
-    row = jnp.minimum(jnp.sum(teams_end[None, :] <= team[:, None], axis=1), batch - 1)
+    row = jnp.minimum(jnp.sum(teams_end[None, :] <= team[:, None], axis=1), rows - 1)
     part = (team - (teams_end - whole_teams)[row]) * splits[row] // jnp.maximum(whole_teams[row], 1)
     begin = jnp.where(team < teams_end[-1], splits_begin[row] + part, begin)
     begin = jnp.where(last, splits_end[-1], begin)
     count, begin, team = begin[1:] - begin[:-1], begin[:-1], team[:-1]
 
-    row = jnp.minimum(jnp.sum(splits_end[None, :] <= begin[:, None], axis=1), batch - 1).astype(jnp.int32)
+    row = jnp.minimum(jnp.sum(splits_end[None, :] <= begin[:, None], axis=1), rows - 1).astype(jnp.int32)
     split = begin - splits_begin[row]
-    if plan.scratch_slots(batch) == batch:
+    if plan.scratch_slots(rows) == rows:
         slot, last_slot = row, jnp.append(row[1:], 0)
-        merged, used = jnp.arange(batch), jnp.ones(batch, bool)
+        merged, used = jnp.arange(rows), jnp.ones(rows, bool)
     else:
         # The first team that starts inside a row names its slot; one without work may start past the last row.
         slot = jnp.sum(begin[None, :] <= (begin - split)[:, None], axis=1)
@@ -241,13 +279,16 @@ def make_schedule(
 
     first = Row(*(x[row] for x in rec))
     low, high = split_range(first, first.first + split, first.tokens, xp=jnp)
-    last_page = jnp.maximum(high - 1, 0) // plan.page_size
+    first_page, last_page = low // plan.page_size, jnp.maximum(high - 1, 0) // plan.page_size
+    low = low // plan.block_kv * plan.block_kv
     ahead = jnp.arange(plan.stages * tile.copies, dtype=jnp.int32) * tile.copy_rows
-    page = jnp.minimum((low[:, None] + ahead[None, :]) // plan.page_size, last_page[:, None])
+    page = (low[:, None] + ahead[None, :]) // plan.page_size
+    page = jnp.minimum(jnp.maximum(page, first_page[:, None]), last_page[:, None])
     work = jnp.stack([*Work(row, split, count, slot, last_slot), *first], axis=1)
     return Schedule(
         rows=jnp.stack(rec, axis=1).astype(jnp.int32),
-        work=jnp.concatenate([work, block_tables[first.row[:, None], page]], axis=1).astype(jnp.int32),
+        work=jnp.concatenate([work, block_tables[first.seq[:, None], page]], axis=1).astype(jnp.int32),
         merge=jnp.concatenate([jnp.stack(merge, axis=1), reads], axis=1).astype(jnp.int32),
         written=written,
+        row_of=row_of.astype(jnp.int32),
     )

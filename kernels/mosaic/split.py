@@ -19,10 +19,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from splitk_jax.kernels.mosaic import access, schedule
-from splitk_jax.kernels.mosaic.fold import finish, fold, to_whole
+from splitk_jax.kernels.mosaic.fold import finish, fold, fold_sink, to_whole
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, rescale
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
@@ -43,8 +44,8 @@ class Launched(NamedTuple):
     """What the split kernel leaves.
 
     Attributes:
-      out: [batch, num_q_heads, head_dim_v]. Written where one CTA computed all splits of a row.
-      lse: f32[batch, head_blocks, cols]. Natural logarithm; of the same rows.
+      out: [rows, heads, head_dim_v]. Written where one CTA computed all splits of a row.
+      lse: f32[rows, head_blocks, cols]. Natural logarithm; of the same rows.
       partials: of the other rows; o: f32[slots, head_blocks, cols, scratch_splits, lanes], m and l: f32[slots,
         head_blocks, scratch_weights, cols].
       schedule: who computed what.
@@ -62,6 +63,18 @@ def first_row(plan: DecodePlan, block: Any, *, xp: Any = jnp) -> Any:
     return xp.minimum(block * tile.heads, max(plan.num_q_heads - tile.cols, 0))
 
 
+def _bit(j: int) -> np.int32:
+    return np.uint32(1 << j).astype(np.int32)
+
+
+def pack(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[batch, q_len, num_q_heads, n] -> [batch, heads, n]: the heads of all tokens that share a KV head together."""
+    batch, q_len, num_q_heads, n = x.shape
+    if q_len > 1:
+        x = x.reshape(batch, q_len, num_kv_heads, num_q_heads // num_kv_heads, n).swapaxes(1, 2)
+    return x.reshape(batch, q_len * num_q_heads, n)
+
+
 def split(
     q: jax.Array,  # [batch, q_len, num_q_heads, head_dim]
     k_pages: jax.Array,  # [num_pages, page_size, num_kv_heads, head_dim]
@@ -69,23 +82,29 @@ def split(
     block_tables: jax.Array,  # i32[batch, max_pages_per_seq]
     seq_lens: jax.Array,  # i32[batch]
     sm_scale: jax.Array,  # f32[]
+    sinks: jax.Array | None,  # f32[num_q_heads]
     *,
     plan: DecodePlan,
     window: int | None,
     softcap: float | None,
 ) -> Launched:
     """Computes every split, folds what one CTA holds, and writes the outputs of the rows that are whole."""
-    tile = plan.mosaic_tile
-    batch = q.shape[0]
+    batch, q_len = q.shape[:2]
+    group, plan = plan.group, plan.packed(q_len)
+    tile, rows = plan.mosaic_tile, batch * q_len
     num_pages = k_pages.shape[0]
     step_kv, stages, cols, rows_v, dtype = plan.step_kv, plan.stages, tile.cols, tile.rows_v, q.dtype
     kv_heads, warpgroups, head_blocks = tile.kv_heads, tile.warpgroups, plan.num_kv_heads * tile.blocks
     assert stages is not None  # a plan of this backend has them
-    sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window)
+    sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window, q_len=q_len)
     slots = sched.merge.shape[0]
-    q = q[:, 0]
-    if plan.num_q_heads < cols:
-        q = jnp.pad(q, ((0, 0), (0, cols - plan.num_q_heads), (0, 0)))
+    q = pack(q, plan.num_kv_heads)
+    few = max(cols - plan.num_q_heads, 0)
+    q = jnp.pad(q, ((0, 0), (0, few), (0, 0))) if few else q
+    if sinks is not None:
+        sinks = pack(jnp.broadcast_to(sinks[None, None, :, None], (1, q_len, sinks.shape[0], 1)), plan.num_kv_heads)
+        sinks = jnp.pad(sinks[0, :, 0], (0, few))
+    extra = [] if sinks is None else [sinks]
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
     chunk = tile.swizzle // 2
@@ -96,15 +115,16 @@ def split(
 
     def kernel(*refs: Any) -> None:
         (
-            q_gmem,  # [batch, num_q_heads, head_dim]
+            q_gmem,  # [batch, heads, head_dim]; heads: num_q_heads, of all query tokens
             k_gmem,  # [num_pages, page_size, num_kv_heads, head_dim]
             v_gmem,  # [num_pages, page_size, num_kv_heads, head_dim_v]
             pages_gmem,  # i32[batch, max_pages_per_seq]
             scale_gmem,  # f32[1]
-            rows_gmem,  # i32[batch, 8]
-            work_gmem,  # i32[teams, 13 + copies]
-            out_gmem,  # [batch, num_q_heads, head_dim_v]
-            lse_gmem,  # f32[batch, head_blocks, cols]
+            rows_gmem,  # i32[rows, 10]
+            work_gmem,  # i32[teams, 15 + copies]
+            *sinks_gmem,  # f32[heads], where there are any
+            out_gmem,  # [rows, heads, head_dim_v]
+            lse_gmem,  # f32[rows, head_blocks, cols]
             o_gmem,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
             m_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
             l_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
@@ -127,9 +147,13 @@ def split(
         record = Row(*(work_gmem[team, c] for c in range(schedule.WORK_ROW, schedule.WORK_PAGES)))
 
         def bounds(row: Row, index: Any) -> tuple[Any, Any, Any]:
-            """Tokens [low, high) of a split, counted from the row's first, and its steps."""
+            """Tokens [low, high) of a split, and where its steps begin: at the copy that `low` lies in."""
             low, high = split_range(row, row.first + index, row.tokens, xp=jnp)
-            return low, high, lax.div(jnp.maximum(high - low, 0) + (step_kv - 1), jnp.int32(step_kv))
+            base = low if window is None else lax.div(low, jnp.int32(plan.block_kv)) * plan.block_kv
+            return base, low, high
+
+        def steps_of(base: Any, high: Any) -> Any:
+            return lax.div(jnp.maximum(high - base, 0) + (step_kv - 1), jnp.int32(step_kv))
 
         def advance(row: Any, index: Any, rec: Row) -> tuple[Any, Any, Row]:
             """The split after this one, and the record of its row."""
@@ -153,23 +177,26 @@ def split(
 
             def load_split(u: Any, carry: Any) -> Any:
                 used, held, row, index, rec = carry
-                low, high, steps = bounds(rec, index)
-                last_page = lax.div(high - 1, page_size)
+                base, low, high = bounds(rec, index)
+                first_page, last_page = lax.div(low, page_size), lax.div(high - 1, page_size)
                 # A split of another row begins with that row's ids.
                 held = jnp.where((index == 0) & (u > 0), NONE, held)
 
                 def step(i: Any, carry: Any) -> Any:
                     used, held = carry
                     stage = lax.rem(used, jnp.int32(stages))
-                    tokens = [low + i * step_kv + j * tile.copy_rows for j in range(tile.copies)]
+                    tokens = [base + i * step_kv + j * tile.copy_rows for j in range(tile.copies)]
+                    # Of a copy that is not wanted, the page of one that is.
                     places = [jnp.minimum(lax.div(t, page_size), last_page) for t in tokens]
+                    if window is not None:
+                        places = [jnp.maximum(place, first_page) for place in places]
                     known = (u == 0) & (i < stages)
                     wanted = jnp.logical_not(known) & (places[-1] >= held + WARPGROUP)
                     held = jnp.where(wanted, jnp.minimum(places[0], pages_gmem.shape[1] - WARPGROUP), held)
 
                     @pl.when(wanted)
                     def _() -> None:
-                        ids_smem[...] = access.load(pages_gmem.at[rec.row, pl.ds(held, WARPGROUP)], ids_layout)
+                        ids_smem[...] = access.load(pages_gmem.at[rec.seq, pl.ds(held, WARPGROUP)], ids_layout)
                         plgpu.commit_smem()
 
                     pages = lax.cond(
@@ -181,8 +208,13 @@ def split(
                     )
                     # No address is formed from an unchecked id; a bad one poisons its row, in the consumer.
                     ok = [(page >= 0) & (page < num_pages) for page in pages]
-                    all_ok = functools.reduce(jnp.logical_and, ok)
+                    bad = functools.reduce(
+                        jnp.bitwise_or, [jnp.where(good, 0, _bit(j)).astype(jnp.int32) for j, good in enumerate(ok)]
+                    )
                     pages = [jnp.where(good, page, 0) for good, page in zip(ok, pages, strict=True)]
+
+                    def wanted_copy(token: Any) -> Any:
+                        return token < high if window is None else (token < high) & (token + tile.copy_rows > low)
 
                     def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
                         for at in range(0, step_kv, rows):
@@ -198,7 +230,7 @@ def split(
                                     smem.at[dst],
                                     full.at[stage],
                                     # Nothing is read beyond the split: what then lies in the stage is masked.
-                                    wanted=tokens[j] < high,
+                                    wanted=wanted_copy(tokens[j]),
                                 )
 
                     @pl.when(used >= stages)
@@ -211,17 +243,17 @@ def split(
                     def _() -> None:
                         plgpu.barrier_wait(v_free.at[stage])
 
-                    bad_smem[stage] = jnp.where(all_ok, 0, 1)
+                    bad_smem[stage] = bad
                     fill(v_gmem, v_smem, tile.copy_rows_v, v_full)
                     return used + 1, held
 
-                return *lax.fori_loop(0, steps, step, (used, held)), *advance(row, index, rec)
+                return *lax.fori_loop(0, steps_of(base, high), step, (used, held)), *advance(row, index, rec)
 
             lax.fori_loop(0, work.count, load_split, (jnp.int32(0), jnp.int32(NONE), *first))
 
         @pl.when(wg < warpgroups)
         def _consume() -> None:
-            scale = scale_gmem[0] * LOG2E
+            scale = scale_gmem[0] * (1.0 if softcap is not None else LOG2E)
 
             def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -245,10 +277,51 @@ def split(
             head = block * tile.heads
             top = first_row(plan, block)
 
-            def load_q(row: Any) -> None:
+            sink = access.load(sinks_gmem[0].at[pl.ds(top, cols)], PER_HEAD) if sinks_gmem else None
+
+            def logits(s: jax.Array) -> jax.Array:
+                """In base 2. The hyperbolic tangent by one exponential, which may overflow to where it is 1."""
+                if softcap is None:
+                    return s * scale
+                tanh = 1.0 - 2.0 / (jnp.exp2(s * scale * (2 * LOG2E / softcap)) + 1.0)
+                return tanh * (softcap * LOG2E)
+
+            def tokens_of(rec: Row, at: Any, shape: tuple[int, ...], axis: int, layout: Any) -> tuple[Any, Any]:
+                """Of each column's query token, the first attended token and the one past the last, from `at` on."""
+                column = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+                of_kv_head = column + (top - lax.div(block, jnp.int32(tile.blocks)) * plan.group)
+                past = lax.div(of_kv_head, jnp.int32(group)) + (rec.length - at)
+                return (None if window is None else past - window), past
+
+            def attended(token: Any, rec: Row, at: Any, lead: Any, live: Any) -> Any:
+                mask = token < live if window is None else (token < live) & (token >= lead)
+                if q_len > 1:  # each query token up to itself
+                    begin, past = tokens_of(rec, at, token.shape, 1, Layout.WGMMA)
+                    mask = mask & (token < past)
+                    mask = mask if begin is None else mask & (token >= begin)
+                return mask
+
+            def poison(bad: Any, rec: Row, at: Any, lead: Any, live: Any) -> Any:
+                """NaN where a page's id is outside the pool: of the query tokens that attend any of it."""
+                if q_len == 1:
+                    return nan_if(bad)
+
+                def of_columns() -> Any:
+                    begin, past = tokens_of(rec, at, (cols,), 0, PER_HEAD)
+                    begin = jnp.full_like(past, lead) if begin is None else jnp.maximum(begin, lead)
+                    past = jnp.minimum(past, live)
+                    hit = jnp.zeros_like(past)
+                    for j in range(tile.copies):
+                        meets = (past > j * tile.copy_rows) & (begin < (j + 1) * tile.copy_rows) & (past > begin)
+                        hit = jnp.where(meets, hit | (bad & _bit(j)), hit)
+                    return jnp.where(hit != 0, jnp.float32(jnp.nan), jnp.float32(0))
+
+                return lax.cond(bad != 0, of_columns, lambda: full((cols,), 0, PER_HEAD))
+
+            def load_q(seq: Any) -> None:
                 at = [pl.ds(lane, chunk) for lane in range(0, plan.head_dim, chunk)]
                 # All loads before the first store, which would wait for the load before it.
-                parts = [access.load(q_gmem.at[row, pl.ds(top, cols), lanes], q_layout) for lanes in at]
+                parts = [access.load(q_gmem.at[seq, pl.ds(top, cols), lanes], q_layout) for lanes in at]
                 for lanes, part in zip(at, parts, strict=True):
                     q_smem[wg, :, lanes] = part
                 plgpu.commit_smem()
@@ -263,6 +336,8 @@ def split(
                 access.store(l_gmem.at[slot, block, at], part.l)
 
             def write_output(row: Any, acc: SplitPartials) -> None:
+                if sink is not None:
+                    acc = fold_sink(acc, sink, across)
                 out, lse = finish(acc, across)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 access.store(out_smem.at[wg].transpose((1, 0)), out.astype(dtype))
@@ -274,19 +349,20 @@ def split(
 
             def compute_split(u: Any, carry: Any) -> Any:
                 used, row, index, rec, whole, run_whole, acc, run = carry
-                low, high, steps = bounds(rec, index)
+                base, low, high = bounds(rec, index)
                 begins, place = index == 0, lax.rem(index, jnp.int32(RUN_SPLITS))
                 # Whether this CTA has folded the row, and the run, from its first split on.
                 whole, run_whole = whole | begins, run_whole | (place == 0)
 
                 @pl.when(begins | (u == 0))
                 def _() -> None:
-                    load_q(rec.row)
+                    load_q(rec.seq)
 
                 def step(i: Any, carry: Any) -> Any:
                     used, o, m, l = carry
                     stage = lax.rem(used, jnp.int32(stages))
-                    live = high - low - i * step_kv
+                    at = base + i * step_kv
+                    lead, live = low - at, high - at
                     plgpu.barrier_wait(k_full.at[stage])
 
                     def qk(acc_ref: Any) -> jax.Array:
@@ -296,10 +372,10 @@ def split(
                     s = pl.run_scoped(qk, plgpu.ACC((step_kv, cols), jnp.float32))
                     plgpu.barrier_arrive(k_free.at[stage])
                     token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
-                    s = jnp.where(token < live, s * scale, -jnp.inf)
+                    s = jnp.where(attended(token, rec, at, lead, live), logits(s), -jnp.inf)
                     m_new = to_whole(jnp.maximum(m, over_tokens("max", s)))
                     plgpu.barrier_wait(v_full.at[stage])
-                    m_new = m_new + nan_if(bad_smem[stage])
+                    m_new = m_new + poison(bad_smem[stage], rec, at, lead, live)
                     p = rescale(s, across(m_new, step_kv))
                     a = rescale(m, m_new)
                     # Summed over tokens once, at the split's end.
@@ -307,13 +383,14 @@ def split(
                     o = o * across(a)
                     p_smem.at[wg].transpose((1, 0))[...] = p.astype(dtype)
 
-                    @pl.when(live < step_kv)
+                    @pl.when((live < step_kv) if window is None else (live < step_kv) | (lead > 0))
                     def _() -> None:
                         # Masked by select: a weight of 0 would leave a NaN behind the sequence's end. Warpgroups that
                         # share the values write the same to them.
                         for at in range(0, rows_v, ROWS):
                             v = v_smem[stage, kv, :, pl.ds(at, ROWS)]
-                            dead = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA) >= live
+                            row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA)
+                            dead = row >= live if window is None else (row >= live) | (row < lead)
                             v_smem[stage, kv, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
 
                     plgpu.commit_smem()
@@ -326,7 +403,7 @@ def split(
                     return used + 1, o, m_new, l
 
                 used, o, m, l = lax.fori_loop(
-                    0, steps, step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
+                    0, steps_of(base, high), step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
                 )
                 part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=over_tokens("add", l))
                 run = fold(choose(place == 0, none, run), part, across)
@@ -369,8 +446,8 @@ def split(
     out, lse, *partials = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((batch, plan.num_q_heads, plan.head_dim_v), dtype),
-            jax.ShapeDtypeStruct((batch, head_blocks, cols), jnp.float32),
+            jax.ShapeDtypeStruct((rows, plan.num_q_heads, plan.head_dim_v), dtype),
+            jax.ShapeDtypeStruct((rows, head_blocks, cols), jnp.float32),
             jax.ShapeDtypeStruct((slots, head_blocks, cols, plan.scratch_splits, tile.lanes), jnp.float32),
             jax.ShapeDtypeStruct((slots, head_blocks, plan.scratch_weights, cols), jnp.float32),
             jax.ShapeDtypeStruct((slots, head_blocks, plan.scratch_weights, cols), jnp.float32),
@@ -394,5 +471,5 @@ def split(
         num_threads=warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work)
+    )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work, *extra)
     return Launched(out, lse, SplitPartials(*partials), sched)

@@ -21,6 +21,7 @@ def split(
     block_tables: jax.Array,  # i32[batch, max_pages_per_seq]
     seq_lens: jax.Array,  # i32[batch]
     sm_scale: jax.Array,  # f32[]
+    sinks: jax.Array | None,  # f32[num_q_heads]; the combine folds them in
     *,
     plan: DecodePlan,
     window: int | None,
@@ -31,6 +32,7 @@ def split(
     Returns:
       o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m and l without its last axis.
     """
+    del sinks
     batch, q_len, num_q_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, _ = k_pages.shape
     group, head_dim_v = num_q_heads // num_kv_heads, v_pages.shape[-1]
