@@ -16,7 +16,7 @@ The JSON document of a run:
     versions   {package: version}
     peers      {name: {title, version, missing}}; missing: why it cannot run here, or null
     cells      a list of:
-      cell, model, num_q_heads, num_kv_heads, head_dim, page_size, batch, context, seq_lens (tokens),
+      cell, model, num_q_heads, num_kv_heads, head_dim, page_size, batch, context, seq_lens (tokens)
       window     tokens that a query attends, or null for all
       q_len      query tokens of a sequence
       kv_bytes   attended, of a layer

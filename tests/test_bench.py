@@ -415,10 +415,10 @@ class TestWindowsAndQueryTokens:
     @pytest.mark.parametrize(("window", "q_len"), [(None, 1), (1, 1), (16, 1), (17, 3), (40, 2), (1000, 4)])
     def test_against_a_loop_over_tokens(self, attend, window, q_len):
         rng = np.random.default_rng(0)
-        seq_lens = np.array([q_len, 16, 17, 64, 79, 80])
+        seq_lens = np.array([q_len, 16, 17, 50, 64, 79, 80])
         k, v = (rng.standard_normal((40, 16, 2, 8)).astype(np.float32) for _ in "kv")
-        tables = rng.permutation(40)[: 6 * 5].reshape(6, 5)
-        q = rng.standard_normal((6, q_len, 4, 8)).astype(np.float32)
+        tables = rng.permutation(40)[: 7 * 5].reshape(7, 5)
+        q = rng.standard_normal((7, q_len, 4, 8)).astype(np.float32)
         expected = np.zeros(q.shape)
         for row, token, head in np.ndindex(*q.shape[:3]):
             own = seq_lens[row] - q_len + token + 1
@@ -431,7 +431,7 @@ class TestWindowsAndQueryTokens:
         )
         q = jnp.asarray(q if q_len > 1 else q[:, 0])
         if attend is bench.dense_row:
-            out = jnp.stack([attend(q[i], k, v, tables[i], seq_lens[i], window=window) for i in range(6)])
+            out = jnp.stack([attend(q[i], k, v, tables[i], seq_lens[i], window=window) for i in range(7)])
         else:
             out = attend(q, k, v, tables, seq_lens, window=window)
         assert out.shape == q.shape
