@@ -306,8 +306,7 @@ class Inputs:
         keys = jax.random.split(jax.random.key(1), 2 * pools + 1)
         pool = (num_pages, cell.page_size, heads.num_kv_heads, heads.head_dim)
         self.q = _normal(keys[0], query_shape(cell))
-        self._pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
-        self.pools = [self._pools[layer % pools] for layer in range(layers)]
+        self.pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
         self.checked = checked_rows(cell)
         dense = functools.partial(dense_row, window=cell.window)
         self.dense = np.stack(
@@ -331,7 +330,7 @@ class Inputs:
 
     def delete(self) -> None:
         """Frees the pools."""
-        for array in jax.tree.leaves(self._pools):
+        for array in jax.tree.leaves(self.pools):
             array.delete()
 
 
@@ -400,16 +399,19 @@ def dense_row(
     return (p[..., None] * v).sum(3).reshape(q.shape)
 
 
-def chain(decode: Decode) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A step of all layers, each layer's queries the last one's output: (the last output, the first)."""
+def chain(decode: Decode, *, layers: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A step of all layers, each layer's queries the last one's output: (the last output, the first).
+
+    The layers take turns with the pools inside it: as arguments, XLA would count a pool as often as it is named.
+    """
 
     def step(
         start: jax.Array, pools: list[tuple[jax.Array, jax.Array]], block_tables: jax.Array, seq_lens: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         layer = jax.jit(decode)  # traced and lowered once, however many layers there are
         outs = [start]
-        for k_pages, v_pages in pools:
-            outs.append(layer(outs[-1], k_pages, v_pages, block_tables, seq_lens).astype(start.dtype))
+        for i in range(layers):
+            outs.append(layer(outs[-1], *pools[i % len(pools)], block_tables, seq_lens).astype(start.dtype))
         return outs[-1], outs[1]
 
     return step
@@ -421,7 +423,7 @@ def compile_ways(ways: list[Way], inputs: Inputs) -> None:
         compiling = []
         for way in ways:
             try:
-                lowered = jax.jit(chain(way.decode)).lower(way.start, *inputs.args)
+                lowered = jax.jit(chain(way.decode, layers=inputs.layers)).lower(way.start, *inputs.args)
             except Exception as e:  # noqa: BLE001 - a peer may refuse a shape in any way: it is its result
                 way.failure = _failed(e)
             else:
