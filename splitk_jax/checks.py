@@ -20,6 +20,9 @@ MOSAIC_JAX = (0, 11)
 MAX_Q_LEN = 16
 """Query tokens of a sequence in one call of the mosaic backend."""
 
+MAX_SCRATCH_BYTES = 1 << 31
+"""Partials of a call of several query tokens, where every row's go through memory."""
+
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Below it a float32 is subnormal, and arithmetic may take it for 0."""
 
@@ -248,6 +251,14 @@ def require_served_by_mosaic(plan: DecodePlan, q: jax.Array, *, runs: bool) -> N
     q_len = q.shape[1] if q.ndim == 4 else 1
     if q_len > MAX_Q_LEN:
         raise NotImplementedError(f"q_len={q_len}: the mosaic backend serves up to {MAX_Q_LEN} query tokens; {instead}")
+    if q_len > 1:
+        batch, packed = q.shape[0], plan.packed(q_len)
+        if not packed.mosaic_tile.direct and packed.scratch_bytes(batch * q_len) > MAX_SCRATCH_BYTES:
+            raise NotImplementedError(
+                f"q_len={q_len} in a batch of {batch} with head_dim_v={plan.head_dim_v}: the mosaic backend would need"
+                f" {packed.scratch_bytes(batch * q_len)} bytes of partials, and serves up to {MAX_SCRATCH_BYTES};"
+                f" decode fewer sequences or tokens at once, or {instead}"
+            )
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))
         raise NotImplementedError(f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {instead}")

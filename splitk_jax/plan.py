@@ -15,7 +15,7 @@ import numpy as np
 from splitk_jax import decision, report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
-from splitk_jax.tiles import MAX_COLUMNS, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, WARPGROUP, MosaicTile
+from splitk_jax.tiles import MAX_COLUMNS, MAX_COPIES, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, WARPGROUP, MosaicTile
 
 TREE_VERSION = 3
 """Moves when the split rules or the fold change, since bits move with them."""
@@ -361,6 +361,12 @@ class DecodePlan:
         """
         return min(batch, self.launch_teams) if self.mosaic_tile.direct else batch
 
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes of partials that a launch of so many rows needs in the mosaic backend."""
+        tile = self.mosaic_tile
+        floats = self.scratch_splits * tile.lanes + 2 * self.scratch_weights
+        return self.scratch_slots(rows) * self.num_kv_heads * tile.blocks * tile.cols * floats * 4
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that the tree can hold; longer rows come out NaN."""
@@ -377,9 +383,7 @@ class DecodePlan:
     def workspace_bytes(self) -> int:
         """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
         if self.backend == "mosaic":
-            tile, slots = self.mosaic_tile, self.scratch_slots(self.row_capacity)
-            floats = self.scratch_splits * tile.lanes + 2 * self.scratch_weights
-            return slots * self.num_kv_heads * tile.blocks * tile.cols * floats * 4
+            return self.scratch_bytes(self.row_capacity)
         slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
         return slots * (self.head_dim_v + 2) * 4
 
@@ -411,6 +415,12 @@ class DecodePlan:
             )
         if self.page_size % 8:
             refuse(f"page_size={self.page_size}", "multiples of 8")
+        if tile.copies > MAX_COPIES:
+            raise ValueError(
+                f"step_kv={self.step_kv} in copies of {tile.copy_rows} tokens, as page_size={self.page_size} and"
+                f" block_kv={self.block_kv} have it, is {tile.copies} of them; at most {MAX_COPIES} are served: state a"
+                " shorter step or a larger block_kv in the tile row"
+            )
         if tile.heads * tile.blocks != self.group or tile.heads > MAX_COLUMNS:
             refuse(
                 f"group={self.group} in CTAs of heads_per_cta={self.heads_per_cta}",

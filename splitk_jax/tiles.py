@@ -14,6 +14,9 @@ ROWS = 64
 MAX_COLUMNS = 64
 """Query heads of one CTA."""
 
+MAX_COPIES = 32
+"""TMA copies of keys in one step: a bit each says which page is not there."""
+
 MOSAIC_DTYPES = ("bfloat16", "float16")
 MOSAIC_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 

@@ -88,7 +88,7 @@ def combine(
                 if few:
                     return i * (runs * in_run), True
                 entry = merge_gmem[slot, schedule.MERGE_READS + i]
-                return lax.shift_right_logical(entry, 1) * in_run, (entry & 1) > 0
+                return lax.shift_right_logical(entry, jnp.int32(1)) * in_run, (entry & 1) > 0
 
             def fetch(i: Any) -> None:
                 stage = lax.rem(i, jnp.int32(stages))

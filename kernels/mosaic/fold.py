@@ -81,6 +81,6 @@ def finish(acc: SplitPartials, across: Callable[[jax.Array], jax.Array]) -> tupl
     """
     empty = acc.l == 0
     total = jnp.where(empty, 1.0, acc.l)
-    nothing = across(empty) | ((acc.o < LEAST) & (acc.o > -LEAST))
-    out = jnp.where(nothing, 0.0, acc.o / across(total))
+    least = jnp.where((acc.o < LEAST) & (acc.o > -LEAST), 0.0, acc.o)
+    out = jnp.where(across(empty), 0.0, least / across(total))
     return out, (acc.m + jnp.log(acc.l) * LOG2E) * LN2

@@ -31,6 +31,9 @@ from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
+NO_CAP = 2.0**100
+"""A softcap from which on it caps nothing that a float32 logit can be, to the last bit but for overflows."""
+
 NONE = -WARPGROUP
 """The first place of the block table whose id is held, where none is."""
 
@@ -253,7 +256,8 @@ def split(
 
         @pl.when(wg < warpgroups)
         def _consume() -> None:
-            scale = scale_gmem[0] * (1.0 if softcap is not None else LOG2E)
+            capped = softcap is not None and softcap < NO_CAP
+            scale = scale_gmem[0] * (1.0 if capped else LOG2E)
 
             def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -280,11 +284,14 @@ def split(
             sink = access.load(sinks_gmem[0].at[pl.ds(top, cols)], PER_HEAD) if sinks_gmem else None
 
             def logits(s: jax.Array) -> jax.Array:
-                """In base 2. The hyperbolic tangent by one exponential, which may overflow to where it is 1."""
-                if softcap is None:
+                """In base 2."""
+                if not capped:
                     return s * scale
-                tanh = 1.0 - 2.0 / (jnp.exp2(s * scale * (2 * LOG2E / softcap)) + 1.0)
-                return tanh * (softcap * LOG2E)
+                x = s * scale * (1.0 / softcap)
+                # By one exponential, which may overflow to where the tangent is 1; by its series where that cancels.
+                series = x * (1.0 + x * x * (-1 / 3 + x * x * (2 / 15 + x * x * (-17 / 315))))
+                tanh = jnp.where(x * x < 1 / 16, series, 1.0 - 2.0 / (jnp.exp2(x * (2 * LOG2E)) + 1.0))
+                return tanh * softcap * LOG2E
 
             def tokens_of(rec: Row, at: Any, shape: tuple[int, ...], axis: int, layout: Any) -> tuple[Any, Any]:
                 """Of each column's query token, the first attended token and the one past the last, from `at` on."""
@@ -383,7 +390,11 @@ def split(
                     o = o * across(a)
                     p_smem.at[wg].transpose((1, 0))[...] = p.astype(dtype)
 
-                    @pl.when((live < step_kv) if window is None else (live < step_kv) | (lead > 0))
+                    some_dead = (live < step_kv) if window is None else (live < step_kv) | (lead > 0)
+                    if q_len > 1:  # a page that is not there: query tokens before it have nothing to do with it
+                        some_dead = some_dead | (bad_smem[stage] != 0)
+
+                    @pl.when(some_dead)
                     def _() -> None:
                         # Masked by select: a weight of 0 would leave a NaN behind the sequence's end. Warpgroups that
                         # share the values write the same to them.
@@ -391,6 +402,10 @@ def split(
                             v = v_smem[stage, kv, :, pl.ds(at, ROWS)]
                             row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA)
                             dead = row >= live if window is None else (row >= live) | (row < lead)
+                            if q_len > 1:
+                                for j in range(tile.copies):
+                                    copy = (row >= j * tile.copy_rows) & (row < (j + 1) * tile.copy_rows)
+                                    dead = dead | (copy & ((bad_smem[stage] & _bit(j)) != 0))
                             v_smem[stage, kv, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
 
                     plgpu.commit_smem()
