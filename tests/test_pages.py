@@ -234,12 +234,28 @@ class TestPagesMadeByHand:
             with pytest.raises(error, match=match):
                 use(pages)
 
-    @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-    def test_quantised(self, dtype):
-        """B04: a cast into float8 makes NaN of what is too large, one into int8 something else."""
+    @pytest.mark.parametrize("dtype", ["uint8", "float8_e4m3"])
+    def test_dtypes_that_are_not_served(self, dtype):
         pages = sk.KVPages(*[jnp.zeros((9, 4, 2, 8), dtype)] * 2)
         for use in self.uses():
-            with pytest.raises(TypeError, match=f"k_pages.dtype={dtype} must be float32 or bfloat16 or float16"):
+            with pytest.raises(TypeError, match=f"k_pages.dtype={dtype} must be float32 or .* float8_e5m2 or int8"):
+                use(pages)
+
+    @pytest.mark.parametrize(
+        ("dtype", "scale", "error", "match"),
+        [
+            ("float32", jnp.ones(2), ValueError, "v_scale is for quantised pages .* got pages of float32"),
+            ("int8", jnp.ones(3), ValueError, r"v_scale must be a number, .* got shape \[3\]"),
+            ("int8", jnp.ones((8, 4, 2)), ValueError, r"v_scale must be .*=\[9, 4, 2\], got shape \[8, 4, 2\]"),
+            ("int8", jnp.ones(2, jnp.bfloat16), TypeError, "v_scale.dtype=bfloat16 must be float32"),
+            ("int8", 0.5, TypeError, "v_scale must be a jax or numpy array, got float"),
+        ],
+        ids=["unquantised", "heads", "pages", "dtype", "number"],
+    )
+    def test_scales(self, dtype, scale, error, match):
+        pages = sk.KVPages(*[jnp.zeros((9, 4, 2, 8), dtype)] * 2, None, scale)
+        for use in self.uses():
+            with pytest.raises(error, match=match):
                 use(pages)
 
     def test_nothing(self):

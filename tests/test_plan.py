@@ -174,7 +174,7 @@ class TestPlanIsAValue:
             ("warpgroups", 3, ValueError, "warpgroups=3 must be one or two for each of kv_heads_per_cta=2"),
             ("step_kv", 100, ValueError, "step_kv=100 must be a multiple of block_kv="),
             ("split_size", 100, ValueError, "split_size=100 must be a multiple of block_kv="),
-            ("kv_dtype", "int8", NotImplementedError, "kv_dtype=int8: quantised KV"),
+            ("kv_dtype", "uint8", NotImplementedError, "kv_dtype=uint8: KV quantised so"),
             ("backend", "cuda", ValueError, "backend='cuda' is not known: accepted are mosaic, reference"),
         ],
     )
