@@ -102,8 +102,9 @@ def paged_decode_attention(
 
     Note:
       For equal `plan.fingerprint()` every row's bits depend on its own query, own live K/V values, their scales and own
-      length alone: not on the batch, neighbours, table width, page ids, pool size or dead entries; and a row of a q_len > 1
-      call has the bits of a one-token call at its position.
+      length alone: not on the batch, neighbours, table width, page ids, pool size or dead entries; and a row of a
+      q_len > 1 call has the bits of a one-token call at its position. A scale in two forms of the same value is equal
+      to rounding, not in bits.
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse={return_lse!r} must be a bool, got {type(return_lse).__name__}")

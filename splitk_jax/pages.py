@@ -24,8 +24,8 @@ class KVPages:
     Every method that writes returns a new `KVPages`; under `jit` with the old one donated it writes in place.
 
     Quantised pages hold `value / scale`, rounded to the nearest (ties to even) and saturated to the dtype's largest
-    finite value, infinities too; of int8 that is 127 to either side. NaN stays NaN in the 8-bit floats and is 0 in int8,
-    which has none; where tokens have scales of their own, it makes that scale NaN.
+    finite value, infinities too; of int8 that is 127 to either side. NaN stays NaN in the 8-bit floats and is 0 in
+    int8, which has none; where tokens have scales of their own, it makes that scale NaN.
 
     Attributes:
       k_pages: [num_pages, page_size, num_kv_heads, head_dim].
@@ -221,8 +221,9 @@ class KVPages:
 
         Returns:
           k and v, [batch, max_pages_per_seq * page_size, num_kv_heads, head_dim or head_dim_v], of the pages' dtype, or
-          float32 and with their scales applied where that is quantised; zeros past a sequence's end, NaN where a live page id is outside [0, num_pages), and throughout a row whose seq_len is
-          outside [0, max_pages_per_seq * page_size].
+          float32 with the scales applied where that is quantised; zeros past a sequence's end, NaN where a live page
+          id is outside [0, num_pages), and throughout a row whose seq_len is outside
+          [0, max_pages_per_seq * page_size].
         """
         self._require_valid()
         block_tables = checks.as_array("block_tables", block_tables)
@@ -306,7 +307,7 @@ def _stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> tuple[jax.Arra
     if scale is not None:
         if scale.ndim == 3:
             scale = _own_scale(x, most)
-        x /= jnp.broadcast_to(scale[..., None], x.shape)
+        x /= jnp.broadcast_to(_each(scale, x.shape[:-1])[..., None], x.shape)
     # A cast alone makes NaN or infinity of what is too large.
     x = jnp.clip(x, -most, most)
     if whole:
@@ -319,8 +320,13 @@ def _own_scale(x: jax.Array, most: float) -> jax.Array:
     largest = jnp.max(jnp.abs(x), axis=-1)
     # The scale of an infinity is one by which `most` is finite, that of a subnormal one that is not 0.
     limits = jnp.finfo(jnp.float32)
-    scale = jnp.clip(largest / most, limits.tiny, limits.max / (2 * most))
+    scale = jnp.clip(largest / _each(most, largest.shape), limits.tiny, limits.max / (2 * most))
     return jnp.where(largest == 0, 1, scale)
+
+
+def _each(x: jax.Array | float, shape: tuple[int, ...]) -> jax.Array:
+    """A divisor for each row and head: by one for all the compiler would multiply, with its reciprocal."""
+    return lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape))
 
 
 def _written(
