@@ -331,6 +331,19 @@ class TestExplain:
         assert len(plan.fingerprint()) == 16
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_quantised_kv_in_explain(dtype):
+    plan = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE, kv_dtype=dtype)
+    halved = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE)
+    for row, wide in zip(plan.report()["contexts"], halved.report()["contexts"], strict=True):
+        assert 2 * row["kv_bytes"] == wide["kv_bytes"]
+    assert f"KV {dtype}, up to" in plan.explain()
+    # The plan knows of no scales: what they add is said, not counted.
+    assert "KV read leaves scales out" in plan.explain()
+    assert "scales" not in halved.explain()
+    assert plan.fingerprint() != halved.fingerprint()
+
+
 class TestDecision:
     def test_where_the_count_moves(self):
         plan = sk.load_policy("h200", environ={}).plan(**SHAPE)
