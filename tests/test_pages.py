@@ -407,6 +407,17 @@ class TestQuantised:
         assert np.isnan(got[0]).all() == (scale == "token")
         assert np.isfinite(got[1]).all()
 
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_a_scale_per_token_is_never_subnormal(self, dtype):
+        """It could be taken for 0, and zeros beside a tiny value would be 0 / 0."""
+        k = np.zeros((1, KV_HEADS, HEAD_DIM), np.float32)
+        k[..., 2] = 4e-38
+        pages = quantised_pool(dtype, "token").write(k, k[..., :HEAD_DIM_V], np.zeros(1, np.int32))
+        assert (np.asarray(pages.k_scale)[0, 0] >= np.finfo(np.float32).tiny).all()
+        stored = np.asarray(pages.k_pages)[0, 0].astype(np.float32)
+        np.testing.assert_array_equal(np.flatnonzero(stored[0]), [2])
+        assert not np.isnan(stored).any()
+
     @pytest.mark.parametrize("scale", SCALES)
     @pytest.mark.parametrize("dtype", QUANTISED)
     def test_from_contiguous_is_append(self, dtype, scale):
