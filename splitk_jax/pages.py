@@ -77,7 +77,7 @@ class KVPages:
         head_dim_v = head_dim if head_dim_v is None else whole_number("head_dim_v", head_dim_v)
         dtype = dtype_name("dtype", dtype, KV_DTYPES)
         k_pages, v_pages = jnp.zeros((*lead, head_dim), dtype), jnp.zeros((*lead, head_dim_v), dtype)
-        return cls(k_pages, v_pages, _scale("k_scale", k_scale, k_pages), _scale("v_scale", v_scale, v_pages))
+        return cls(k_pages, v_pages, _new_scale("k_scale", k_scale, k_pages), _new_scale("v_scale", v_scale, v_pages))
 
     @property
     def num_pages(self) -> int:
@@ -206,7 +206,7 @@ class KVPages:
         def paged(name: str, x: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array | None]:
             padded = jnp.pad(x, ((0, 0), (0, width * page_size - length), (0, 0), (0, 0)))
             padded = padded.reshape(batch * width, page_size, *x.shape[2:])
-            return _stored(padded, _scale(name, scale, jax.ShapeDtypeStruct(padded.shape, dtype)), dtype)
+            return _stored(padded, _new_scale(name, scale, jax.ShapeDtypeStruct(padded.shape, dtype)), dtype)
 
         (k_pages, k_scale), (v_pages, v_scale) = paged("k_scale", k, k_scale), paged("v_scale", v, v_scale)
         tables = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
@@ -277,7 +277,7 @@ def _last_writer(slots: jax.Array, num_slots: int) -> jax.Array:
     return jnp.zeros_like(slots).at[order].set(jnp.where(superseded, past_end, ordered))
 
 
-def _scale(name: str, scale: Any, pages: Any) -> jax.Array | None:
+def _new_scale(name: str, scale: Any, pages: Any) -> jax.Array | None:
     """The scales of a new pool, in a buffer of their own: what is donated may not be what a caller holds."""
     if isinstance(scale, str):
         if scale != PER_TOKEN:

@@ -279,3 +279,18 @@ def test_the_cases_cover_the_range_of_each_dtype():
         for pages in (case.paged.k_pages, case.paged.v_pages):
             assert pages.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
             assert len(np.unique(pages.view(np.uint8))) > 80
+
+
+def test_inspect_finds_the_call_with_its_dtype():
+    case = quantised([17, 40], dtype="float8_e5m2")
+    plan = case.plan()
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), (case.paged.arrays, case.scales))
+    (call,) = sk.inspect(lambda arrays, scales: sk.paged_decode_attention(*arrays, **scales, plan=plan), *arrays)
+    assert call.plan == plan
+    assert call.plan.kv_dtype == "float8_e5m2"
+    assert [name for name, _ in call.kernels] == [
+        f"splitk_reference_split_s4_t{plan.step_kv}",
+        "splitk_reference_combine_s4",
+    ]
+    lowered = jax.jit(functools.partial(sk.paged_decode_attention, plan=plan)).lower(*arrays[0], **arrays[1])
+    assert [call.fingerprint for call in sk.inspect(lowered)] == [plan.fingerprint()]
