@@ -16,7 +16,10 @@ The JSON document of a run:
     versions   {package: version}
     peers      {name: {title, version, missing}}; missing: why it cannot run here, or null
     cells      a list of:
-      cell, model, num_q_heads, num_kv_heads, head_dim, page_size, batch, context, seq_lens (tokens), kv_bytes (a layer)
+      cell, model, num_q_heads, num_kv_heads, head_dim, page_size, batch, context, seq_lens (tokens)
+      window     tokens that a query attends, or null for all
+      q_len      query tokens of a sequence
+      kv_bytes   attended, of a layer
       skipped    why nothing ran, or null
       layers, pools        of a step; sets of pools that its layers take turns with
       num_pages            of a pool
@@ -302,13 +305,13 @@ class Inputs:
         self.seq_lens = jnp.asarray(cell.seq_lens, jnp.int32)
         keys = jax.random.split(jax.random.key(1), 2 * pools + 1)
         pool = (num_pages, cell.page_size, heads.num_kv_heads, heads.head_dim)
-        self.q = _normal(keys[0], (cell.batch, heads.num_q_heads, heads.head_dim))
-        self._pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
-        self.pools = [self._pools[layer % pools] for layer in range(layers)]
+        self.q = _normal(keys[0], query_shape(cell))
+        self.pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
         self.checked = checked_rows(cell)
+        dense = functools.partial(dense_row, window=cell.window)
         self.dense = np.stack(
             [
-                np.asarray(dense_row(self.q[row], *self.pools[0], self.block_tables[row], self.seq_lens[row]))
+                np.asarray(dense(self.q[row], *self.pools[0], self.block_tables[row], self.seq_lens[row]))
                 for row in self.checked
             ]
         )
@@ -327,8 +330,14 @@ class Inputs:
 
     def delete(self) -> None:
         """Frees the pools."""
-        for array in jax.tree.leaves(self._pools):
+        for array in jax.tree.leaves(self.pools):
             array.delete()
+
+
+def query_shape(cell: Cell) -> tuple[int, ...]:
+    """Of its queries: [batch, num_q_heads, head_dim], with q_len after batch where there are several."""
+    heads = (cell.heads.num_q_heads, cell.heads.head_dim)
+    return (cell.batch, *heads) if cell.q_len == 1 else (cell.batch, cell.q_len, *heads)
 
 
 def pools_of(cell: Cell, *, on_gpu: bool) -> tuple[int, int]:
@@ -352,42 +361,57 @@ def checked_rows(cell: Cell) -> list[int]:
     return sorted(ends | {*range(0, cell.batch, ceil_div(cell.batch, CHECKED_ROWS - len(ends)))})
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="window")
 def dense_row(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_table: jax.Array, seq_len: jax.Array
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    seq_len: jax.Array,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention of one sequence without splits, in float32.
 
     Args:
-      q: [num_q_heads, head_dim].
+      q: [num_q_heads, head_dim], or [q_len, num_q_heads, head_dim]: the last tokens, each attending up to itself.
       k_pages, v_pages: [num_pages, page_size, num_kv_heads, head_dim].
       block_table: i32[max_pages_per_seq].
       seq_len: i32, tokens.
+      window: tokens that a query attends, itself included; None for all.
 
     Returns:
-      f32[num_q_heads, head_dim].
+      f32 of q's shape.
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     k, v = (x[block_table].reshape(-1, num_kv_heads, head_dim).astype(jnp.float32) for x in (k_pages, v_pages))
-    k, v = (x.transpose(1, 0, 2)[:, None] for x in (k, v))  # [num_kv_heads, 1, tokens, head_dim]
-    grouped = q.reshape(num_kv_heads, -1, 1, head_dim).astype(jnp.float32) * head_dim**-0.5
+    k, v = (x.transpose(1, 0, 2)[None, :, None] for x in (k, v))  # [1, num_kv_heads, 1, tokens, head_dim]
+    q_len = q.shape[0] if q.ndim == 3 else 1
+    grouped = q.reshape(q_len, num_kv_heads, -1, 1, head_dim).astype(jnp.float32) * head_dim**-0.5
     # Products and sums, not `dot`: nothing rounds to TF32, and there is no algorithm to search for.
-    logits = (grouped * k).sum(-1)
-    live = jnp.arange(k.shape[2]) < seq_len
-    p = jax.nn.softmax(jnp.where(live[None, None, :], logits, -jnp.inf), axis=-1)
-    return (p[..., None] * v).sum(2).reshape(q.shape)
+    logits = (grouped * k).sum(-1)  # [q_len, num_kv_heads, group, tokens]
+    query = (seq_len - q_len + jnp.arange(q_len))[:, None]  # positions
+    key = jnp.arange(logits.shape[-1])[None, :]
+    live = key <= query
+    if window is not None:
+        live &= key > query - window
+    p = jax.nn.softmax(jnp.where(live[:, None, None, :], logits, -jnp.inf), axis=-1)
+    return (p[..., None] * v).sum(3).reshape(q.shape)
 
 
-def chain(decode: Decode) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A step of all layers, each layer's queries the last one's output: (the last output, the first)."""
+def chain(decode: Decode, *, layers: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A step of all layers, each layer's queries the last one's output: (the last output, the first).
+
+    The layers take turns with the pools inside it: as arguments, XLA would count a pool as often as it is named.
+    """
 
     def step(
         start: jax.Array, pools: list[tuple[jax.Array, jax.Array]], block_tables: jax.Array, seq_lens: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         layer = jax.jit(decode)  # traced and lowered once, however many layers there are
         outs = [start]
-        for k_pages, v_pages in pools:
-            outs.append(layer(outs[-1], k_pages, v_pages, block_tables, seq_lens).astype(start.dtype))
+        for i in range(layers):
+            outs.append(layer(outs[-1], *pools[i % len(pools)], block_tables, seq_lens).astype(start.dtype))
         return outs[-1], outs[1]
 
     return step
@@ -399,7 +423,7 @@ def compile_ways(ways: list[Way], inputs: Inputs) -> None:
         compiling = []
         for way in ways:
             try:
-                lowered = jax.jit(chain(way.decode)).lower(way.start, *inputs.args)
+                lowered = jax.jit(chain(way.decode, layers=inputs.layers)).lower(way.start, *inputs.args)
             except Exception as e:  # noqa: BLE001 - a peer may refuse a shape in any way: it is its result
                 way.failure = _failed(e)
             else:
@@ -489,7 +513,9 @@ class Run:
         # The suite invariance compares the op with itself.
         names = () if options.suite == "invariance" else options.peers
         self.in_process = [peer for peer in peers.IN_PROCESS if peer.name in names]
-        self.flashinfer = peers.FlashInfer(sorted({cell.heads.head_dim for cell in options.cells}))
+        self.flashinfer = peers.FlashInfer(
+            sorted({(cell.heads.head_dim, cell.window is not None) for cell in options.cells})
+        )
         found = {peer.name: peer for peer in (*self.in_process, self.flashinfer)}
         self.peers = {
             name: {
@@ -610,11 +636,11 @@ class Run:
         cell, systems = row.cell, {}
         try:
             row.plan = plan_for(self.policy, cell)
-            systems[OURS] = {"": ours(row.plan)}
+            systems[OURS] = {"": ours(row.plan, cell)}
             if self.options.suite == "invariance":
                 for count in pinned_counts(row.plan, cell):
                     policy = load_policy(self.options.target, splits=count)
-                    systems[f"{PINNED_PREFIX}{count}"] = {"": ours(plan_for(policy, cell))}
+                    systems[f"{PINNED_PREFIX}{count}"] = {"": ours(plan_for(policy, cell), cell)}
         except (NotImplementedError, ValueError) as e:
             row.results[OURS] = _failed(e)
         for peer in self.in_process:
@@ -641,7 +667,7 @@ class Run:
             row.floor = self._floors[row.cell.kv_bytes]
             return []
         read = importlib.import_module(READ)
-        size = sum(row.cell.seq_lens) * row.cell.heads.num_kv_heads * row.cell.heads.head_dim
+        size = row.cell.attended * row.cell.heads.num_kv_heads * row.cell.heads.head_dim
         k, v = inputs.pools[0]
 
         def way(launch: Any) -> Way:
@@ -702,13 +728,13 @@ def _firsts(x: jax.Array, *, count: int, chunk: int) -> jax.Array:
     return x.reshape(-1)[: count * chunk : chunk].astype(jnp.float32)
 
 
-def ours(plan: DecodePlan) -> Decode:
-    """The op under a plan."""
+def ours(plan: DecodePlan, cell: Cell) -> Decode:
+    """The op under a plan, as a cell asks for it."""
 
     def decode(
         q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
     ) -> jax.Array:
-        return paged_decode_attention(q, k_pages, v_pages, block_tables, seq_lens, plan=plan)
+        return paged_decode_attention(q, k_pages, v_pages, block_tables, seq_lens, plan=plan, window=cell.window)
 
     return decode
 
@@ -760,6 +786,8 @@ def document(run: Run) -> dict[str, Any]:
                 "batch": cell.batch,
                 "context": cell.context,
                 "seq_lens": list(cell.seq_lens),
+                "window": cell.window,
+                "q_len": cell.q_len,
                 "kv_bytes": cell.kv_bytes,
                 "skipped": row.skipped,
                 "num_pages": row.num_pages,
@@ -890,7 +918,7 @@ def _own_rows(run: Run) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
             (
                 cell.model,
                 cell.batch,
-                cell.context,
+                cell.span,
                 cell.page_size,
                 report.si_bytes(cell.kv_bytes),
                 number(row.floor.queued_us),

@@ -4,6 +4,7 @@ A peer takes what the op takes, `(q, k_pages, v_pages, block_tables, seq_lens)`,
 beyond that (another layout, another table) is part of its call, and of its time.
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from splitk_jax.policy import ceil_div
 from splitk_jax.shapes import Cell
 
 Decode = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -33,7 +35,7 @@ GATHER_BYTES = 6 * 10**9
 
 FLASHINFER_PROGRAM = Path(__file__).with_name("flashinfer_peer.py")
 FLASHINFER_WARM_S = 180.0
-"""Seconds that FlashInfer's first compilation of one head_dim may take."""
+"""Seconds that FlashInfer's first compilation of one kernel may take."""
 FLASHINFER_CELL_S = 60.0
 """Seconds that one cell may take there."""
 
@@ -93,6 +95,7 @@ def installed(module: str) -> bool:
 
 def _cudnn(cell: Cell, num_pages: int) -> dict[str, Decode]:
     """JAX's private entry to cuDNN's paged attention: there is no public one."""
+    require_plain(cell, "through JAX its masks are aligned with a sequence's first token, not with its last")
     wanted = cell.batch * cell.width
     if num_pages != wanted:
         size = wanted * cell.page_bytes / 1e9
@@ -123,6 +126,14 @@ def _cudnn(cell: Cell, num_pages: int) -> dict[str, Decode]:
     return {mask: call(mask) for mask in ("PADDING", "NO_MASK")}
 
 
+def require_plain(cell: Cell, reason: str) -> None:
+    """Raises `Unserved` for a cell with a window or several query tokens."""
+    if cell.window is not None:
+        raise Unserved(f"a window: {reason}")
+    if cell.q_len > 1:
+        raise Unserved(f"several query tokens: {reason}")
+
+
 def _fa3(cell: Cell, num_pages: int) -> dict[str, Decode]:
     """FlashAttention-3 with its split count pinned, over counts that launch between a fifth of a wave and eight waves.
 
@@ -132,22 +143,26 @@ def _fa3(cell: Cell, num_pages: int) -> dict[str, Decode]:
     decode_with_cache = importlib.import_module("flash_attn3_jax").flash_mha_with_kvcache
     # One CTA holds the query heads of one KV head; 128 tokens is the smallest tile of keys.
     ctas = cell.batch * cell.heads.num_kv_heads
-    counts = [n for n in (1, 2, 4, 8, 16, 32) if 24 <= n * ctas <= 1056 and n * 128 <= max(cell.seq_lens)]
+    longest = max(cell.seq_lens) if cell.window is None else min(max(cell.seq_lens), cell.window)
+    counts = [n for n in (1, 2, 4, 8, 16, 32) if 24 <= n * ctas <= 1056 and n * 128 <= longest]
+    # Tokens before a query and after it that it attends; -1 for all, which the causal mask bounds.
+    window_size = (-1, -1) if cell.window is None else (cell.window - 1, 0)
 
     def call(num_splits: int) -> Decode:
         def decode(
             q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
         ) -> jax.Array:
             out = decode_with_cache(
-                q[:, None],
+                q if q.ndim == 4 else q[:, None],
                 k_pages,
                 v_pages,
                 cache_seqlens=seq_lens,
                 page_table=block_tables,
                 is_causal=True,
+                window_size=window_size,
                 num_splits=num_splits,
             )
-            return out[:, 0]
+            return out.reshape(q.shape)
 
         return decode
 
@@ -157,6 +172,7 @@ def _fa3(cell: Cell, num_pages: int) -> dict[str, Decode]:
 def _stock(cell: Cell, num_pages: int) -> dict[str, Decode]:
     """JAX's paged attention for GPUs, with the transposes that its pool layout forces."""
     del num_pages
+    require_plain(cell, "it attends the whole context, with one query token")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # JAX is about to remove it: then it is not installed
         stock = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention
@@ -188,27 +204,53 @@ def _stock(cell: Cell, num_pages: int) -> dict[str, Decode]:
 
 
 def gather_softmax(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
-    """What one writes without a library: gather every page, one product each way, accumulating in float32."""
-    batch, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[2]
+    """What one writes without a library: gather every page, one product each way, accumulating in float32.
+
+    With a window, the pages that it may reach into.
+    """
+    batch, width = block_tables.shape
+    page_size, num_kv_heads, head_dim = k_pages.shape[1:]
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    own = seq_lens[:, None] - jnp.arange(q_len)[None, ::-1]  # tokens up to each query, itself included
+    columns = jnp.arange(width)[None, :]
+    count = gathered_pages(width, page_size, window=window, q_len=q_len)
+    if window is not None and count < width:
+        first = jnp.clip((own[:, :1] - window) // page_size, 0, width - count)
+        columns = first + jnp.arange(count)[None, :]
+        block_tables = jnp.take_along_axis(block_tables, columns, axis=1)
+    key = (columns[:, :, None] * page_size + jnp.arange(page_size)[None, None, :]).reshape(columns.shape[0], 1, -1)
     k = k_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
     v = v_pages[block_tables].reshape(batch, -1, num_kv_heads, head_dim)
-    q = q.reshape(batch, num_kv_heads, -1, head_dim)
-    logits = jnp.einsum("bhgd,bthd->bhgt", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    live = jnp.arange(logits.shape[-1])[None, :] < seq_lens[:, None]
-    p = jax.nn.softmax(jnp.where(live[:, None, None, :], logits, -jnp.inf), axis=-1)
-    out = jnp.einsum("bhgt,bthd->bhgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return out.reshape(batch, num_q_heads, head_dim).astype(k.dtype)
+    grouped = q.reshape(batch, q_len, num_kv_heads, -1, head_dim)
+    logits = jnp.einsum("bqhgd,bthd->bhgqt", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    live = key < own[:, :, None]
+    if window is not None:
+        live &= key >= own[:, :, None] - window
+    p = jax.nn.softmax(jnp.where(live[:, None, None], logits, -jnp.inf), axis=-1)
+    out = jnp.einsum("bhgqt,bthd->bqhgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(q.shape).astype(k.dtype)
+
+
+def gathered_pages(width: int, page_size: int, *, window: int | None, q_len: int) -> int:
+    """Pages of one table row that a gather copies: those that `window + q_len - 1` tokens may lie in."""
+    return width if window is None else min(ceil_div(window + q_len - 2, page_size) + 1, width)
 
 
 def _gather(cell: Cell, num_pages: int) -> dict[str, Decode]:
     del num_pages
-    copied = cell.batch * cell.width * cell.page_bytes
+    pages = gathered_pages(cell.width, cell.page_size, window=cell.window, q_len=cell.q_len)
+    copied = cell.batch * pages * cell.page_bytes
     if copied > GATHER_BYTES:
         raise Unserved(f"would gather {copied / 1e9:.1f} GB; the bound is {GATHER_BYTES / 1e9:g} GB")
-    return {"": gather_softmax}
+    return {"": functools.partial(gather_softmax, window=cell.window)}
 
 
 IN_PROCESS = (
@@ -252,14 +294,20 @@ class FlashInfer:
     """FlashInfer's paged decode (FA2 on tensor cores), in a process of its own that runs torch.
 
     One process serves all cells. Its kernels compile when it starts, in a minute or two, beside what this process
-    does; cells are asked for one at a time, so that the GPU is never shared while something is timed.
+    does; cells are asked for one at a time, so that the GPU is never shared while something is timed. Cells with
+    several query tokens take its prefill, whose kernel its decode runs too.
     """
 
     name = "flashinfer"
     title = "FlashInfer, FA2 on tensor cores, planned ahead, in a CUDA graph"
 
-    def __init__(self, head_dims: list[int]) -> None:
-        self._head_dims = head_dims
+    def __init__(self, kernels: list[tuple[int, bool]]) -> None:
+        """Starts nothing yet.
+
+        Args:
+          kernels: what cells need: head_dim, and whether there is a window.
+        """
+        self._kernels = kernels
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._log: Any = None
@@ -292,9 +340,9 @@ class FlashInfer:
             text=True,
         )
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
-        for head_dim in self._head_dims:
-            self._send({"warm": head_dim})
-        self._deadline = time.monotonic() + FLASHINFER_WARM_S * len(self._head_dims)
+        for head_dim, windowed in self._kernels:
+            self._send({"warm": head_dim, "windowed": windowed})
+        self._deadline = time.monotonic() + FLASHINFER_WARM_S * len(self._kernels)
 
     def ready(self, *, wait: bool = False) -> bool:
         """Whether its kernels are compiled, or it is known that it will never answer.
@@ -302,14 +350,14 @@ class FlashInfer:
         Args:
           wait: wait for them.
         """
-        while self._dead is None and self._warm < len(self._head_dims):
+        while self._dead is None and self._warm < len(self._kernels):
             left = max(self._deadline - time.monotonic(), 0.0)
             if self._receive(left if wait else 0.0) is not None:
-                self._warm += 1  # a head_dim that does not compile is refused again when a cell asks for it
+                self._warm += 1  # a kernel that does not compile is refused again when a cell asks for it
             elif left and not wait:
                 return False
             else:
-                self._die(f"its kernels did not compile in {FLASHINFER_WARM_S * len(self._head_dims):.0f} s")
+                self._die(f"its kernels did not compile in {FLASHINFER_WARM_S * len(self._kernels):.0f} s")
         return True
 
     def ask(self, cell: Cell, *, layers: int, pools: int, calls: int, repeats: int) -> dict[str, Any]:
@@ -328,6 +376,8 @@ class FlashInfer:
                 "head_dim": heads.head_dim,
                 "page_size": cell.page_size,
                 "seq_lens": cell.seq_lens,
+                "window": cell.window,
+                "q_len": cell.q_len,
                 "layers": layers,
                 "pools": pools,
                 "calls": calls,

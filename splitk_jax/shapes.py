@@ -43,16 +43,26 @@ class Cell:
       seq_lens: tokens of each sequence.
       page_size: tokens.
       context: what the lengths are called: `8k`, `log 512-16k`.
+      window: tokens that a query attends, itself included; None for all.
+      q_len: query tokens of each sequence, its last tokens; each attends up to itself.
     """
 
     model: str
     seq_lens: tuple[int, ...]
     page_size: int
     context: str
+    window: int | None = None
+    q_len: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.model} b{self.batch} {self.context} p{self.page_size}"
+        return f"{self.model} b{self.batch} {self.span} p{self.page_size}"
+
+    @property
+    def span(self) -> str:
+        """The context, with the window and the query tokens where they are not all and one: `128k w1k`, `8k q4`."""
+        window = "" if self.window is None else f" w{tokens(self.window)}"
+        return self.context + window + ("" if self.q_len == 1 else f" q{self.q_len}")
 
     @property
     def heads(self) -> Model:
@@ -72,14 +82,21 @@ class Cell:
         return sum(ceil_div(n, self.page_size) for n in self.seq_lens)
 
     @property
+    def attended(self) -> int:
+        """Tokens that queries attend, over all sequences: each token once, however many queries share it."""
+        if self.window is None:
+            return sum(self.seq_lens)
+        return sum(min(n, self.window + self.q_len - 1) for n in self.seq_lens)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer, keys and values, in bfloat16."""
         return self.page_size * self.heads.token_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of live bfloat16 keys and values in one layer: what a decode step must read."""
-        return sum(self.seq_lens) * self.heads.token_bytes
+        """Bytes of attended bfloat16 keys and values in one layer: what a decode step must read."""
+        return self.attended * self.heads.token_bytes
 
 
 def tokens(count: int) -> str:
@@ -87,9 +104,18 @@ def tokens(count: int) -> str:
     return f"{count // K}k" if count % K == 0 else str(count)
 
 
-def equal(model: str, batch: int, seq_len: int, page_size: int = 16) -> Cell:
+def equal(
+    model: str, batch: int, seq_len: int, page_size: int = 16, *, window: int | None = None, q_len: int = 1
+) -> Cell:
     """A cell whose sequences are all `seq_len` tokens long."""
-    return Cell(model=model, seq_lens=(seq_len,) * batch, page_size=page_size, context=tokens(seq_len))
+    return Cell(
+        model=model,
+        seq_lens=(seq_len,) * batch,
+        page_size=page_size,
+        context=tokens(seq_len),
+        window=window,
+        q_len=q_len,
+    )
 
 
 def log_uniform(model: str, batch: int, low: int, high: int, page_size: int = 16, *, seed: int = 0) -> Cell:
@@ -152,6 +178,30 @@ SUITES = {
         log_uniform("llama3-8b", 16, 1 * K, 128 * K),
         log_uniform("llama3-8b", 64, 512, 32 * K),
         one_long("llama3-8b"),
+    ),
+    # A window in contexts of several times its length, each after the same tokens as a context of their own.
+    "window": tuple(
+        cell
+        for batch, window, page_size, contexts in (
+            (1, 1 * K, 16, (8 * K, 128 * K)),
+            (16, 4 * K, 16, (32 * K, 128 * K)),
+            (1, 4 * K, 64, (32 * K, 128 * K)),
+            (16, 1 * K, 64, (8 * K, 32 * K)),
+        )
+        for cell in (
+            equal("llama3-8b", batch, window, page_size),
+            *(equal("llama3-8b", batch, seq_len, page_size, window=window) for seq_len in contexts),
+        )
+    ),
+    # Several query tokens a sequence, as in multi-token prediction and speculative decoding.
+    "mtp": tuple(
+        cell
+        for model in ("llama3-8b", "qwen3-d256", "qwen3-d128")
+        for cell in (
+            *(equal(model, 16, 8 * K, 64, q_len=q_len) for q_len in (1, 2, 4, 8)),
+            equal(model, 1, 8 * K, q_len=4),
+            equal(model, 64, 2 * K, q_len=4),
+        )
     ),
     # Small enough for a CPU and the reference backend.
     "smoke": (

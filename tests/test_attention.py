@@ -277,7 +277,7 @@ def split_kernel(paged, plan, *, sm_scale, window=None, softcap=None):
     arrays = [jnp.asarray(x) for x in paged.arrays]
     arrays[0] = arrays[0][:, None] if arrays[0].ndim == 3 else arrays[0]
     call = jax.jit(functools.partial(split, plan=plan, window=window, softcap=softcap))
-    return [np.asarray(x) for x in call(*arrays, jnp.float32(sm_scale))]
+    return [np.asarray(x) for x in call(*arrays, jnp.float32(sm_scale), None)]
 
 
 class TestSplitKernel:
@@ -382,7 +382,7 @@ class TestCounting:
         arrays = [jnp.asarray(x) for x in arrays]
         q, *rest = arrays
         o, m, l = jax.jit(functools.partial(split, plan=plan, window=window, softcap=None))(  # noqa: E741
-            q[:, None], *rest, jnp.float32(1)
+            q[:, None], *rest, jnp.float32(1), None
         )
         o, m, l = (np.asarray(x)[:, 0, :, 0] for x in (o, m, l))  # noqa: E741
         bounds = [plan.split_bounds(int(n), window=window) for n in self.LENGTHS]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import sys
 import textwrap
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from click.testing import CliRunner
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import splitk_jax as sk
-from splitk_jax import bench, peers
+from splitk_jax import bench, flashinfer_peer, peers
+from splitk_jax.checks import MOSAIC_JAX
 from splitk_jax.cli import main
 from splitk_jax.kernels.mosaic import read
 from splitk_jax.shapes import MODELS, SUITES, Cell, K, equal, log_uniform
@@ -39,7 +41,8 @@ class TestShapes:
     def test_cells_have_names_of_their_own(self, suite):
         names = [cell.name for cell in SUITES[suite]]
         assert len(set(names)) == len(names)
-        assert all(min(cell.seq_lens) >= 1 for cell in SUITES[suite])
+        assert all(min(cell.seq_lens) >= cell.q_len >= 1 for cell in SUITES[suite])
+        assert all(cell.window is None and cell.q_len == 1 for cell in SUITES[suite]) or suite in ("window", "mtp")
 
     def test_models(self):
         shapes = {(m.num_q_heads, m.num_kv_heads, m.head_dim) for name, m in MODELS.items() if name != "tiny"}
@@ -79,6 +82,44 @@ class TestShapes:
         assert grid == {(batch, n * K) for batch in (1, 4, 16, 64) for n in (1, 8, 32, 128)}
         assert len(RAGGED["invariance"]) == 3
 
+    def test_a_window_stands_beside_its_tokens_alone(self):
+        cells = [cell for cell in SUITES["window"] if cell.window is not None]
+        assert len(cells) == 8
+        for cell in cells:
+            assert (cell.model, cell.q_len) == ("llama3-8b", 1)
+            assert cell.window < min(cell.seq_lens)
+            alone = equal("llama3-8b", cell.batch, cell.window, cell.page_size)
+            assert alone in SUITES["window"]
+            assert alone.kv_bytes == cell.kv_bytes
+        assert {(cell.batch, cell.window) for cell in cells} == {(b, n * K) for b in (1, 16) for n in (1, 4)}
+        assert {cell.seq_lens[0] for cell in cells} == {8 * K, 32 * K, 128 * K}
+        assert {cell.page_size for cell in cells} == {16, 64}
+
+    def test_mtp_is_a_row_of_query_tokens_for_each_model(self):
+        assert all(cell.window is None for cell in SUITES["mtp"])
+        for model in ("llama3-8b", "qwen3-d256", "qwen3-d128"):
+            cells = [cell for cell in SUITES["mtp"] if cell.model == model]
+            assert [(c.q_len, c.batch, c.seq_lens[0], c.page_size) for c in cells] == [
+                *((q_len, 16, 8 * K, 64) for q_len in (1, 2, 4, 8)),
+                (4, 1, 8 * K, 16),
+                (4, 64, 2 * K, 16),
+            ]
+
+    def test_names_say_what_is_not_the_default(self):
+        assert equal("mha", 2, 1 * K).name == "mha b2 1k p16"
+        assert equal("mha", 2, 8 * K, 64, window=1 * K).name == "mha b2 8k w1k p64"
+        assert equal("mha", 2, 8 * K, q_len=4).name == "mha b2 8k q4 p16"
+        assert equal("mha", 2, 300, window=100, q_len=4).name == "mha b2 300 w100 q4 p16"
+
+    def test_bytes_are_of_what_is_attended(self):
+        cell = Cell(model="tiny", seq_lens=(5, 64, 1000), page_size=16, context="", window=64)
+        assert cell.attended == 5 + 64 + 64
+        cell = dataclasses.replace(cell, q_len=4)  # the first of four queries reaches three tokens further back
+        assert cell.attended == 5 + 64 + 67
+        assert cell.kv_bytes == cell.attended * MODELS["tiny"].token_bytes
+        assert (cell.width, cell.live_pages) == (63, 1 + 4 + 63)
+        assert dataclasses.replace(cell, window=None).attended == 1069
+
     def test_bytes_and_pages(self):
         cell = equal("llama3-8b", 1, 8 * K)
         assert (cell.kv_bytes, cell.width, cell.live_pages, cell.page_bytes) == (33_554_432, 512, 512, 65_536)
@@ -92,7 +133,7 @@ class TestShapes:
         assert log_uniform("mha", 5, 512, 16 * K, seed=1).seq_lens != cell.seq_lens
 
     def test_pools_are_exact_where_they_can_be(self):
-        for cell in SUITES["decode"]:
+        for cell in (*SUITES["decode"], *SUITES["window"], *SUITES["mtp"]):
             pools, num_pages = bench.pools_of(cell, on_gpu=True)
             exact = num_pages == cell.batch * cell.width
             assert exact or (cell.context == "128k+63" and num_pages == cell.live_pages)
@@ -212,7 +253,7 @@ class TestWrong:
     )
     def test_ours(self, monkeypatch, spoil, status, reason):
         right = bench.paged_decode_attention
-        monkeypatch.setattr(bench, "paged_decode_attention", lambda *args, plan: spoil(right(*args, plan=plan)))
+        monkeypatch.setattr(bench, "paged_decode_attention", lambda *args, **options: spoil(right(*args, **options)))
         done = run("--json", "-", "--peers", "gather", "--only", ONE)
         assert done.exit_code == 1
         assert f"Error: splitk_jax is not right: {ONE}: splitk_jax {status} ({reason}" in done.stderr
@@ -228,7 +269,7 @@ class TestWrong:
         monkeypatch.setattr(
             bench,
             "paged_decode_attention",
-            lambda q, k, v, tables, lens, *, plan: right(q, k, v, tables, lens - 16, plan=plan),
+            lambda q, k, v, tables, lens, **options: right(q, k, v, tables, lens - 16, **options),
         )
         done = run("--peers", "none", "--only", ONE)
         assert done.exit_code == 1
@@ -271,6 +312,160 @@ class TestWrong:
         assert "skipped: 2 sets of pools take 0.0 GB; the bound is 0.0 GB" in done.stdout
 
 
+WINDOWS = (
+    equal("tiny", 2, 1 * K, window=100),
+    equal("tiny", 2, 1 * K, q_len=3),
+    log_uniform("tiny", 3, 64, 1 * K),
+    equal("tiny", 2, 300, window=64, q_len=2),
+)
+
+
+class TestWindowsAndQueryTokens:
+    """Cells with a window, several query tokens, and both, on a small model."""
+
+    @pytest.fixture(autouse=True)
+    def _suite(self, monkeypatch):
+        monkeypatch.setitem(SUITES, "smoke", WINDOWS)
+        monkeypatch.setattr(bench, "CALLS", 1)
+
+    def test_a_run(self):
+        done = run("--json", "-", "--peers", "gather")
+        assert done.exit_code == 0, done.output
+        facts = json.loads(done.stdout)
+        assert [(cell["window"], cell["q_len"]) for cell in facts["cells"]] == [(100, 1), (None, 3), (None, 1), (64, 2)]
+        assert [cell["context"] for cell in facts["cells"]][:2] == ["1k", "1k"]
+        for key in facts["cells"][0]:
+            assert key in bench.__doc__, key
+        for name in ("splitk_jax", "gather"):
+            for cell, result in zip(WINDOWS, of(name, facts), strict=True):
+                assert result["status"] == "ok", (cell.name, result)
+                assert 0 < result["error"] < bench.TOLERANCE
+                assert result["tb_per_s"] == pytest.approx(cell.kv_bytes / result["queued_us"] / 1e6)
+
+    @pytest.mark.parametrize("suite", ["window", "mtp"])
+    def test_tables_name_each_cell_in_the_usual_width(self, suite):
+        done = run("--suite", suite, "--seconds", "1e-9")
+        assert done.exit_code == 0, done.output
+        for cell in SUITES[suite]:
+            assert f"{cell.name} " in done.stdout
+            assert f" {cell.span} " in done.stdout
+        tables = done.stdout.partition("the run's 1e-09 seconds were over")[0]
+        assert all(len(line) <= 118 for line in tables.splitlines())
+
+    @staticmethod
+    def token_by_token(q, *args, seq_lens, shift=0, **options):
+        """The op on each query token alone, at `shift` tokens from where it belongs."""
+        own = [seq_lens - q.shape[1] + 1 + t + shift for t in range(q.shape[1])]
+        decode = functools.partial(sk.paged_decode_attention, **options)
+        return jnp.stack([decode(q[:, t], *args, jnp.minimum(n, seq_lens)) for t, n in enumerate(own)], axis=1)
+
+    def outcome(self, monkeypatch, cell, spoilt):
+        monkeypatch.setitem(SUITES, "smoke", (cell,))
+        monkeypatch.setattr(bench, "paged_decode_attention", spoilt)
+        (result,) = of("splitk_jax", json.loads(run("--json", "-", "--peers", "none").stdout))
+        return result["status"]
+
+    @pytest.mark.parametrize(
+        ("window", "status"),
+        [(100, "ok"), (None, "wrong"), (99, "wrong"), (101, "wrong"), (1, "wrong")],
+        ids=str,
+    )
+    def test_a_window_that_is_not_the_cells(self, monkeypatch, window, status):
+        def spoilt(*args, **options):
+            assert options.pop("window") == 100
+            return sk.paged_decode_attention(*args, **options, window=window)
+
+        assert self.outcome(monkeypatch, WINDOWS[0], spoilt) == status
+
+    @pytest.mark.parametrize(
+        ("shift", "status"),
+        [
+            pytest.param(0, "ok", id="right"),
+            pytest.param(1, "wrong", id="one-late"),
+            pytest.param(-1, "wrong", id="one-early"),
+            pytest.param(2, "wrong", id="no-causal-edge"),
+        ],
+    )
+    def test_a_causal_edge_that_is_off(self, monkeypatch, shift, status):
+        def spoilt(q, k, v, tables, seq_lens, **options):
+            assert q.shape[:2] == (2, 3)
+            return self.token_by_token(q, k, v, tables, seq_lens=seq_lens, shift=shift, **options)
+
+        assert self.outcome(monkeypatch, WINDOWS[1], spoilt) == status
+
+    def test_query_tokens_in_another_order(self, monkeypatch):
+        def spoilt(q, *args, **options):
+            return sk.paged_decode_attention(q, *args, **options)[:, ::-1]
+
+        assert self.outcome(monkeypatch, WINDOWS[1], spoilt) == "wrong"
+
+    @pytest.mark.parametrize("cell", WINDOWS, ids=lambda cell: cell.name)
+    def test_a_layer_takes_the_last_ones_output(self, cell):
+        _, num_pages = bench.pools_of(cell, on_gpu=False)
+        inputs = bench.Inputs(cell, num_pages=num_pages, pools=2, layers=2)
+        assert inputs.q.shape == bench.query_shape(cell)
+        plan = bench.plan_for(sk.load_policy("cpu", environ={}), cell)
+        decode = bench.ours(plan, cell)
+        last, first = jax.jit(bench.chain(decode, layers=3))(inputs.q, *inputs.args)
+        assert inputs.error(first) < bench.TOLERANCE
+        again = first
+        for pools in (inputs.pools[1], inputs.pools[0]):
+            again = jax.jit(decode)(again, *pools, inputs.block_tables, inputs.seq_lens)
+        np.testing.assert_array_equal(last, again)
+
+    @pytest.mark.parametrize("attend", [bench.dense_row, peers.gather_softmax], ids=["dense", "gather"])
+    @pytest.mark.parametrize(("window", "q_len"), [(None, 1), (1, 1), (16, 1), (17, 3), (40, 2), (1000, 4)])
+    def test_against_a_loop_over_tokens(self, attend, window, q_len):
+        rng = np.random.default_rng(0)
+        seq_lens = np.array([q_len, 16, 17, 50, 64, 79, 80])
+        k, v = (rng.standard_normal((40, 16, 2, 8)).astype(np.float32) for _ in "kv")
+        tables = rng.permutation(40)[: 7 * 5].reshape(7, 5)
+        q = rng.standard_normal((7, q_len, 4, 8)).astype(np.float32)
+        expected = np.zeros(q.shape)
+        for row, token, head in np.ndindex(*q.shape[:3]):
+            own = seq_lens[row] - q_len + token + 1
+            tokens = slice(0 if window is None else max(own - window, 0), own)
+            keys, values = (x[tables[row]].reshape(-1, 2, 8)[tokens, head // 2].astype(float) for x in (k, v))
+            weights = np.exp(keys @ q[row, token, head] * 8**-0.5)
+            expected[row, token, head] = weights @ values / weights.sum()
+        k, v, tables, seq_lens = (
+            jnp.asarray(x, x.dtype if x.dtype == "f" else "int32") for x in (k, v, tables, seq_lens)
+        )
+        q = jnp.asarray(q if q_len > 1 else q[:, 0])
+        if attend is bench.dense_row:
+            out = jnp.stack([attend(q[i], k, v, tables[i], seq_lens[i], window=window) for i in range(7)])
+        else:
+            out = attend(q, k, v, tables, seq_lens, window=window)
+        assert out.shape == q.shape
+        np.testing.assert_allclose(np.reshape(out, expected.shape), expected, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < MOSAIC_JAX, reason=f"jax {jax.__version__} has no Mosaic GPU that serves this"
+)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(cell for cell in SUITES["mtp"] if cell.q_len == 8),
+        *(cell for cell in SUITES["window"] if cell.span == "32k w4k"),
+    ],
+    ids=lambda cell: cell.name,
+)
+def test_our_steps_lower_for_a_gpu(cell):
+    plan = bench.plan_for(sk.load_policy("h200", environ={}, ahead_of_time=True), cell)
+    assert plan.backend == "mosaic"
+    pool = jax.ShapeDtypeStruct(
+        (cell.live_pages, cell.page_size, cell.heads.num_kv_heads, cell.heads.head_dim), jnp.bfloat16
+    )
+    traced = jax.jit(bench.chain(bench.ours(plan, cell), layers=2)).trace(
+        jax.ShapeDtypeStruct(bench.query_shape(cell), jnp.bfloat16),
+        [(pool, pool)] * 2,
+        jax.ShapeDtypeStruct((cell.batch, cell.width), jnp.int32),
+        jax.ShapeDtypeStruct((cell.batch,), jnp.int32),
+    )
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_invariance_compares_the_plan_with_pinned_counts(monkeypatch):
     monkeypatch.setitem(SUITES, "invariance", (equal("tiny", 2, 1 * K), equal("tiny", 1, 100)))
     done = run("--suite", "invariance", "--json", "-")
@@ -299,7 +494,10 @@ def test_a_run_that_is_cut_says_what_it_left_out():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--suite", "all"], "--suite='all' is not known: accepted are decode, targets, invariance, smoke"),
+        (
+            ["--suite", "all"],
+            "--suite='all' is not known: accepted are decode, targets, invariance, window, mtp, smoke",
+        ),
         (["--peers", "cudnn,fa4"], "--peers='cudnn,fa4': 'fa4' is not known: accepted are all, none, cudnn, fa3"),
         (["--peers", ""], "--peers='': '' is not known"),
         (["--repeats", "0"], "--repeats=0 is out of range"),
@@ -355,6 +553,53 @@ class TestPeers:
         with pytest.raises(peers.Unserved, match=r"would gather .* GB; the bound is 6 GB"):
             gather.candidates(cell, cell.live_pages)
 
+    @pytest.mark.parametrize(
+        ("cell", "what"),
+        [(equal("tiny", 2, 1 * K, window=100), "a window"), (equal("tiny", 2, 1 * K, q_len=2), "several query tokens")],
+        ids=["window", "q_len"],
+    )
+    @pytest.mark.parametrize(
+        ("name", "why"), [("cudnn", "first token"), ("stock", "the whole context, with one query")]
+    )
+    def test_a_peer_without_windows_and_query_tokens_says_so(self, cell, what, name, why):
+        (peer,) = [p for p in peers.IN_PROCESS if p.name == name]
+        with pytest.raises(peers.Unserved, match=f"^{what}: .*{why}"):
+            peer.candidates(cell, cell.live_pages)
+
+    @pytest.mark.parametrize(
+        ("cell", "window_size", "splits"),
+        [
+            (equal("llama3-8b", 1, 128 * K), (-1, -1), [4, 8, 16, 32]),
+            (equal("llama3-8b", 1, 128 * K, window=1 * K), (1023, 0), [4, 8]),
+            (equal("llama3-8b", 16, 8 * K, q_len=4), (-1, -1), [1, 2, 4, 8]),
+        ],
+        ids=lambda x: x.name if isinstance(x, Cell) else "",
+    )
+    def test_what_fa3_is_asked_for(self, monkeypatch, cell, window_size, splits):
+        asked = []
+
+        def flash_mha_with_kvcache(q, k_cache, v_cache, **options):
+            asked.append((q.shape, options))
+            return q
+
+        stub = SimpleNamespace(flash_mha_with_kvcache=flash_mha_with_kvcache)
+        monkeypatch.setitem(sys.modules, "flash_attn3_jax", stub)
+        (fa3,) = [p for p in peers.IN_PROCESS if p.name == "fa3"]
+        q = jnp.zeros(bench.query_shape(cell), jnp.bfloat16)
+        for decode in fa3.candidates(cell, cell.live_pages).values():
+            assert decode(q, None, None, None, None).shape == q.shape
+        assert [options["num_splits"] for _, options in asked] == splits
+        for shape, options in asked:
+            assert shape == (cell.batch, cell.q_len, 32, 128)
+            assert (options["window_size"], options["is_causal"]) == (window_size, True)
+
+    def test_the_gather_copies_the_pages_of_the_window(self):
+        (gather,) = [p for p in peers.IN_PROCESS if p.name == "gather"]
+        cell = equal("llama3-8b", 16, 128 * K, window=4 * K)
+        assert gather.candidates(cell, cell.live_pages).keys() == {""}
+        with pytest.raises(peers.Unserved, match=r"would gather 8\.6 GB"):
+            gather.candidates(dataclasses.replace(cell, window=None), cell.live_pages)
+
     def test_a_package_that_is_not_installed(self):
         (peer,) = [dataclasses.replace(p, module="no_such.module") for p in peers.IN_PROCESS if p.name == "fa3"]
         assert peer.missing("gpu") == "not installed: no module no_such.module"
@@ -370,11 +615,11 @@ class TestFlashInfer:
     def start(self, monkeypatch, tmp_path):
         started = []
 
-        def start(body, head_dims=(128,)):
+        def start(body, kernels=((128, False),)):
             program = tmp_path / "program.py"
             program.write_text("import json, sys, time\nfor line in sys.stdin:\n" + textwrap.indent(body, "    "))
             monkeypatch.setattr(peers, "FLASHINFER_PROGRAM", program)
-            started.append(peers.FlashInfer(list(head_dims)))
+            started.append(peers.FlashInfer(list(kernels)))
             started[0].start()
             return started[0]
 
@@ -387,7 +632,8 @@ class TestFlashInfer:
 
     def test_questions_and_answers(self, start):
         flashinfer = start(
-            "request = json.loads(line)\nprint(json.dumps({'error': 0.0} | request), flush=True)", (64, 128)
+            "request = json.loads(line)\nprint(json.dumps({'error': 0.0} | request), flush=True)",
+            ((64, False), (128, True)),
         )
         assert flashinfer.ready(wait=True)
         assert self.ask(flashinfer, self.CELL) == {
@@ -397,11 +643,69 @@ class TestFlashInfer:
             "head_dim": 128,
             "page_size": 16,
             "seq_lens": [1024, 1024],
+            "window": None,
+            "q_len": 1,
             "layers": 4,
             "pools": 2,
             "calls": 20,
             "repeats": 5,
         }
+
+    def test_a_window_and_query_tokens_are_asked_for(self, start):
+        flashinfer = start("print(line.strip(), flush=True)")
+        answer = self.ask(flashinfer, equal("tiny", 2, 1 * K, window=100, q_len=3))
+        assert (answer["window"], answer["q_len"]) == (100, 3)
+
+    def test_each_kernel_of_a_run_is_compiled_once(self, monkeypatch):
+        monkeypatch.setitem(SUITES, "smoke", (*SUITES["window"], *SUITES["mtp"]))
+        options = {"page_size": None, "only": None, "repeats": 1, "seconds": None, "json_path": None, "plot_path": None}
+        options = bench.Options.parse(suite="smoke", peers="none", target="cpu", **options)
+        started = bench.Run(options, say=print).flashinfer
+        assert started._kernels == [(128, False), (128, True), (256, False)]
+
+    @pytest.mark.parametrize(
+        ("window", "q_len", "wrapper", "expected"),
+        [
+            (None, 1, "decode", {"window_left": -1}),
+            (1024, 1, "decode", {"window_left": 1023}),
+            (None, 4, "prefill", {"window_left": -1, "causal": True}),
+        ],
+    )
+    def test_what_flashinfer_plans(self, monkeypatch, window, q_len, wrapper, expected):
+        planned = []
+
+        def stub(name):
+            def make(work, layout, **options):
+                assert (layout, options["backend"]) == ("NHD", "fa2")
+                return SimpleNamespace(plan=lambda *args, **options: planned.append((name, args, options)))
+
+            return make
+
+        monkeypatch.setitem(
+            sys.modules,
+            "flashinfer",
+            SimpleNamespace(
+                BatchDecodeWithPagedKVCacheWrapper=stub("decode"), BatchPrefillWithPagedKVCacheWrapper=stub("prefill")
+            ),
+        )
+        torch = SimpleNamespace(
+            empty=lambda *args, **options: None, arange=np.arange, uint8="u1", int32="i4", bfloat16="bf16"
+        )
+        shape = {
+            "num_q_heads": 8,
+            "num_kv_heads": 2,
+            "head_dim": 128,
+            "page_size": 16,
+            "window": window,
+            "q_len": q_len,
+        }
+        pages = ([0, 2, 4], "indices", "last_page_len")
+        flashinfer_peer.wrapper(torch, shape, *pages)
+        ((name, args, options),) = planned
+        assert name == wrapper
+        assert args[-7:] == (*pages, 8, 2, 128, 16)
+        assert [list(x) for x in args[:-7]] == ([] if q_len == 1 else [[0, q_len, 2 * q_len]])
+        assert options == expected | {"q_data_type": "bf16", "kv_data_type": "bf16"}
 
     def test_it_is_not_ready_while_it_compiles(self, start):
         flashinfer = start("time.sleep(60)")
@@ -427,7 +731,7 @@ class TestFlashInfer:
 
     @pytest.mark.skipif(peers.installed("torch"), reason="torch is installed here")
     def test_the_program_answers_what_it_cannot_do(self):
-        flashinfer = peers.FlashInfer([128])
+        flashinfer = peers.FlashInfer([(128, False)])
         flashinfer.start()
         try:
             assert self.ask(flashinfer, self.CELL) == {"reason": "ModuleNotFoundError: No module named 'torch'"}
@@ -513,6 +817,21 @@ class TestRunOnAGpu:
             assert cell["floor"]["queued_us"] is None
             assert cell["results"]["splitk_jax"]["over_floor"] is None
         assert "no floor: relative error inf, above 0.01 [every cell]" in bench.tables(run)
+
+    def test_the_floor_of_a_window_reads_the_window(self, start, monkeypatch):
+        cells = (equal("tiny", 2, 1 * K, window=128), equal("tiny", 2, 512, window=96, q_len=2))
+        monkeypatch.setitem(SUITES, "smoke", cells)
+        right, sizes = read.read, []
+
+        def record(k, v, sums, *, size, **options):
+            sizes.append(size)
+            return right(k, v, sums, size=size, **options)
+
+        monkeypatch.setattr(read, "read", record)
+        run, _ = start()
+        assert run.not_right() == []
+        assert list(dict.fromkeys(sizes)) == [2 * 128 * 2 * 128, 2 * 97 * 2 * 128]
+        assert all(row.floor.queued_us is not None for row in run.rows)
 
 
 class TestRead:

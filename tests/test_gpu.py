@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from battery import CONFIGS, Config, random_batches
-from support import assert_same_bits, assert_within_rounding, bits, junk_entries
+from support import assert_same_bits, assert_within_rounding, bits, junk_entries, make_paged
 
 import splitk_jax as sk
 from splitk_jax.checks import MOSAIC_JAX
@@ -38,6 +38,20 @@ MOSAIC = {
     "gqa-llama": HOPPER(heads=(32, 8), head_dim=128, splits="balanced"),
     "d256-page64": HOPPER(heads=(24, 4), head_dim=256, page_size=64, splits=11),
     "d96-page8-f16": HOPPER(heads=(12, 2), head_dim=96, page_size=8, dtype="float16", splits="fixed_size"),
+    "window-softcap-sinks": HOPPER(heads=(16, 4), head_dim=128, splits="balanced", window=700, softcap=8.0, sinks=True),
+}
+# Query tokens of a sequence in one call; some windows begin in other steps and splits for one token than for the next.
+QUERY_TOKENS = {
+    "q2-llama": (2, HOPPER(heads=(32, 8), head_dim=128, splits="balanced")),
+    "q16-llama-f16-page8": (16, HOPPER(heads=(32, 8), head_dim=128, splits="balanced", dtype="float16", page_size=8)),
+    "q4-mqa-page64": (4, HOPPER(heads=(32, 1), head_dim=128, splits="balanced", page_size=64)),
+    "q5-d256": (5, HOPPER(heads=(24, 4), head_dim=256, splits=11, page_size=64)),
+    "q7-d80-sinks": (7, HOPPER(heads=(2, 2), head_dim=80, splits="balanced", sinks=True)),
+    "q4-everything": (4, HOPPER(heads=(32, 8), head_dim=128, splits=9, window=100, softcap=3.0, sinks=True)),
+    "q6-window4": (6, HOPPER(heads=(8, 2), head_dim=128, splits="balanced", window=4)),
+    "q16-window1-page256": (16, HOPPER(heads=(16, 2), splits="balanced", window=1, page_size=256)),
+    "q8-fixed-window": (8, HOPPER(heads=(16, 4), head_dim=128, splits="fixed_size", window=500)),
+    "q3-dv256": (3, HOPPER(heads=(28, 4), head_dim_v=256, splits="balanced")),
 }
 EVERY_MOSAIC = [pytest.param(config, id=name) for name, config in MOSAIC.items()]
 # One compilation each: the other lanes, groups, pages and rules.
@@ -142,7 +156,7 @@ class Company:
 
     def layout(self, **layout):
         """The sequences laid out in other pages, or with something else where nothing is owned."""
-        paged = self.config.paged(self.rows, num_pages=self.num_pages, **layout)
+        paged = self.config.paged(self.rows, num_pages=self.num_pages, window=self.config.window, **layout)
         return paged.replace(k_pages=jnp.asarray(paged.k_pages), v_pages=jnp.asarray(paged.v_pages))
 
     def batch(self, chosen, paged=None, **arrays):
@@ -152,7 +166,9 @@ class Company:
         return paged.replace(**own | arrays)
 
     def decode(self, chosen, plan=None, paged=None, **arrays):
-        return self.batch(chosen, paged, **arrays).decode(self.config.plan if plan is None else plan)
+        return self.batch(chosen, paged, **arrays).decode(
+            self.config.plan if plan is None else plan, **self.config.options
+        )
 
     def check(self, chosen, got):
         assert_same_bits(got, tuple(x[chosen] for x in self.alone))
@@ -243,13 +259,15 @@ class TestMosaicBits:
         config, rng = rows.config, np.random.default_rng(3)
         by_length = np.argsort([-len(row) for row in rows.rows])
         chosen = by_length[np.linspace(0, rows.COUNT - 1, 17).astype(int)]
-        live = -(-rows.paged.seq_lens[chosen] // config.page_size)
+        seq_lens = rows.paged.seq_lens[chosen]
+        live = -(-seq_lens // config.page_size)
+        first = 0 * live if config.window is None else np.maximum(seq_lens - config.window, 0) // config.page_size
         capacity = config.width * config.page_size
         for bad in junk_entries(rows.num_pages):
-            for where in (lambda n: 0, lambda n: n - 1, rng.integers):
+            for where in (lambda low, high: low, lambda low, high: high - 1, rng.integers):
                 tables, wrong = rows.paged.block_tables[chosen].copy(), [0, 3, 6]
                 for row in wrong:
-                    tables[row, where(live[row])] = bad
+                    tables[row, where(first[row], live[row])] = bad
                 self.only(rows, chosen, wrong, rows.decode(chosen, block_tables=tables))
         # Where every page can be read and holds numbers, so that a length which is cut to what there is would show.
         readable = rows.layout(dead=0.0)
@@ -270,7 +288,9 @@ class TestMosaicBits:
     def test_repeats_give_the_same_bits(self, rows):
         chosen = np.arange(rows.COUNT)
         arrays = [jnp.asarray(x) for x in rows.batch(chosen).arrays]
-        call = functools.partial(sk.paged_decode_attention, plan=rows.config.plan, return_lse=True)
+        call = functools.partial(
+            sk.paged_decode_attention, plan=rows.config.plan, return_lse=True, **rows.config.options
+        )
         for _ in range(200):
             rows.check(chosen, call(*arrays))
 
@@ -281,11 +301,45 @@ class TestMosaic:
     def test_against_dense(self, name):
         rows = company(name)
         everyone = rows.paged.replace(k_pages=np.asarray(rows.pools[0]), v_pages=np.asarray(rows.pools[1]))
-        assert_within_rounding(rows.decode(np.arange(rows.COUNT)), everyone)
+        assert_within_rounding(rows.decode(np.arange(rows.COUNT)), everyone, **rows.config.options)
 
     @pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in MOSAIC_SHAPES.items()])
     def test_other_shapes_against_dense(self, config):
         battery.check_against_dense(config)
+
+    @pytest.mark.parametrize(("q_len", "config"), [pytest.param(*x, id=name) for name, x in QUERY_TOKENS.items()])
+    def test_query_tokens_have_the_bits_that_they_have_alone(self, q_len, config):
+        """B20: and the schedule moves none; the tokens of a sequence that reach no bad page are not touched by it."""
+        rng = np.random.default_rng(q_len)
+        lengths = [config.longest, 0, 1, q_len, config.longest - 17, *rng.choice(config.edges, 12)]
+        rows = [config.sequence(int(n), rng) for n in lengths]
+        q = rng.standard_normal((len(rows), q_len, config.heads[0], config.head_dim))
+        paged = make_paged(
+            q,
+            [row.k for row in rows],
+            [row.v for row in rows],
+            page_size=config.page_size,
+            width=config.width,
+            window=None if config.window is None else config.window + q_len - 1,
+            dtype=config.dtype,
+        )
+        got = paged.decode(config.plan, **config.options)
+        assert_within_rounding(got, paged, **config.options)
+        for token in range(q_len):
+            seq_lens = np.maximum(paged.seq_lens - (q_len - 1 - token), 0)
+            alone = paged.replace(q=paged.q[:, token], seq_lens=seq_lens).decode(config.plan, **config.options)
+            assert_same_bits(tuple(x[:, token] for x in got), alone)
+        for launch_ctas in (1, 40, 4000):
+            launched = dataclasses.replace(config.plan, launch_ctas=launch_ctas)
+            assert_same_bits(paged.decode(launched, **config.options), got)
+        tables = paged.block_tables.copy()
+        for row in (0, 4):
+            tables[row, (paged.seq_lens[row] - 1) // config.page_size] = -1
+        bad = paged.replace(block_tables=tables)
+        wrong = np.isnan(bad.dense(**config.options)[1])
+        for x, before in zip(bad.decode(config.plan, **config.options), got, strict=True):
+            assert np.isnan(x[wrong]).all()
+            assert_same_bits((x[~wrong],), (before[~wrong],))
 
     def test_pools_beyond_two_gibibytes(self):
         """Pages at the very end of 2.5 GiB each of keys and values, in what is otherwise NaN."""

@@ -58,6 +58,10 @@ class Case:
     target: str = "h200"
     splits: str | int = "balanced"
     launch_ctas: int | None = None
+    q_len: int | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def group(self):
@@ -93,8 +97,9 @@ class Case:
     def arguments(self):
         """The shapes of a call, and no arrays."""
         (num_q_heads, num_kv_heads), page = self.heads, (NUM_PAGES, self.page_size)
+        tokens = () if self.q_len is None else (self.q_len,)
         return (
-            jax.ShapeDtypeStruct((self.batch, num_q_heads, self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((self.batch, *tokens, num_q_heads, self.head_dim), self.dtype),
             jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim), self.dtype),
             jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim_v or self.head_dim), self.dtype),
             jax.ShapeDtypeStruct((self.batch, self.width), "int32"),
@@ -102,7 +107,14 @@ class Case:
         )
 
     def lower(self, plan=None):
-        call = functools.partial(sk.paged_decode_attention, plan=self.plan() if plan is None else plan, return_lse=True)
+        call = functools.partial(
+            sk.paged_decode_attention,
+            plan=self.plan() if plan is None else plan,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=jnp.zeros(self.heads[0]) if self.sinks else None,
+            return_lse=True,
+        )
         return jax.jit(call).trace(*self.arguments()).lower(lowering_platforms=("cuda",))
 
 
@@ -264,8 +276,9 @@ def test_arithmetic_is_of_the_plan_alone(name):
         )
         found = list(kernel_arithmetic(jax.make_jaxpr(call)(*case.arguments()).jaxpr))
         split.append([x for x in found if x[0].startswith("splitk_split")])
-        # Of the combine's, only which they are: how many partials it loads ahead may follow the batch.
-        combine.append({x for x in found if x[0].startswith("splitk_combine")})
+        # Of the combine's, only which they are: how many partials it loads ahead may follow the batch. What begins
+        # with 0 is in a loop or not.
+        combine.append({x for x in found if x[0].startswith("splitk_combine") and "float32[] 0.0" not in x})
     assert sum(primitive == "wgmma_ref" for _, primitive, *_ in split[0]) == 2
     assert sum(primitive in REDUCTIONS for _, primitive, *_ in split[0]) == 2
     assert combine[0]
@@ -284,8 +297,35 @@ def test_the_workspace_that_a_plan_reports(name):
     q, *arrays = case.arguments()
     q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
     call = functools.partial(split, plan=plan, window=None, softcap=None)
-    partials = jax.eval_shape(call, q, *arrays, jax.ShapeDtypeStruct((), "float32")).partials
+    partials = jax.eval_shape(call, q, *arrays, jax.ShapeDtypeStruct((), "float32"), None).partials
     assert sum(x.size * 4 for x in jax.tree.leaves(partials)) == plan.workspace_bytes
+
+
+OPTIONS = {
+    "window": Case(batch=4, window=100),
+    "sinks-b64": Case(batch=64, sinks=True),
+    "d256-everything": Case((24, 4), 256, page_size=64, window=77, softcap=50.0, sinks=True),
+    "q2": Case(q_len=2),
+    "q16": Case(q_len=16, batch=64),
+    "q4-mqa": Case((32, 1), page_size=64, q_len=4),
+    "q3-group8-window": Case((64, 8), page_size=64, q_len=3, window=9),
+    "q7-d80-sinks": Case((2, 2), 80, q_len=7, sinks=True),
+    "q2-group128": Case((128, 1), q_len=2),
+    "q3-dv256": Case((28, 4), 64, 256, q_len=3, softcap=3.0),
+    "q16-window1-page256": Case((16, 2), 64, page_size=256, q_len=16, window=1),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_lower(name):
+    """Each in kernels of its own plan's steps: their number of tokens is part of the bits."""
+    case = OPTIONS[name]
+    plan = case.plan()
+    packed = plan.packed(case.q_len or 1)
+    text = case.lower(plan).as_text()
+    assert f"splitk_split_s{plan.num_splits}_t{plan.step_kv}x{packed.stages}" in text
+    assert packed.mosaic_tile.smem_bytes(packed.stages) <= sk.load_target(case.target).smem_per_cta_kib * 1024
 
 
 class TestSharedMemory:
@@ -466,23 +506,9 @@ class TestCallsThatAreRefused:
     def _a_jax_that_serves(self, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, MOSAIC_JAX))
 
-    @pytest.mark.parametrize(
-        ("options", "match"),
-        [
-            ({"window": 10}, "window=10: "),
-            ({"softcap": 3.0}, "softcap=3.0: "),
-            ({"sinks": np.zeros(4, np.float32)}, "sinks=an array: "),
-        ],
-        ids=["window", "softcap", "sinks"],
-    )
-    def test_options(self, options, match):
-        with pytest.raises(NotImplementedError, match=f"^{match}.*one query token.*backend='reference'"):
-            self.case.decode(self.plan(), **options)
-        assert_close(self.case.decode(self.plan(backend="reference"), **options), self.case.dense(**options))
-
-    def test_two_query_tokens(self):
-        case = self.case.replace(q=np.repeat(self.case.q[:, None], 2, axis=1))
-        with pytest.raises(NotImplementedError, match=r"^q_len=2: .*one query token.*SPLITK_JAX_KERNEL=reference"):
+    def test_more_query_tokens_than_are_served(self):
+        case = self.case.replace(q=np.repeat(self.case.q[:, None], 17, axis=1))
+        with pytest.raises(NotImplementedError, match=r"^q_len=17: .*up to 16 .*SPLITK_JAX_KERNEL=reference"):
             case.decode(self.plan())
         assert_close(case.decode(self.plan(backend="reference")), case.dense())
 
@@ -557,7 +583,7 @@ class Replay:
     """What the kernels do with a schedule, on the host: who computes which split, and what becomes of it."""
 
     def __init__(self, plan, schedule):
-        rows, work, merge, wanted = (np.asarray(x) for x in schedule)
+        rows, work, merge, wanted = (np.asarray(x) for x in schedule[:4])
         self.rows = [Row(*record) for record in rows.tolist()]
         self.merge = [Merge(*record[:MERGE_READS]) for record in merge.tolist()]
         self.reads = merge[:, MERGE_READS:].tolist()
@@ -665,6 +691,8 @@ class TestSchedule:
                 expected = [b for b in plan.split_bounds(row.tokens) if b != (0, 0)]
                 assert [replay.bounds(i, s) for s in range(row.splits)] == (expected or [(0, 0)])
 
+            assert (np.asarray(schedule.row_of) == np.arange(case.batch)[:, None]).all()
+
             # Every split once, in order; every row written once, from partials that are its own.
             assert len(replay.teams) == plan.launch_teams
             in_order = [(i, s) for i, row in enumerate(replay.rows) for s in range(row.splits)]
@@ -689,6 +717,67 @@ class TestSchedule:
             costs = [sum(replay.cost(row, plan) for row, _ in team) for team in replay.teams]
             largest = max(replay.cost(row, plan) for row in range(case.batch))
             assert max(costs) <= np.mean(costs) * (1 + ALIGNED + SNAP) + 1.75 * largest
+
+    @pytest.mark.parametrize(
+        ("case", "q_len", "window"),
+        [
+            pytest.param(Case(batch=5), 4, None, id="q4"),
+            pytest.param(Case((16, 1), batch=9, page_size=64), 16, 100, id="q16-window"),
+            pytest.param(Case((4, 2), batch=3), 3, 1, id="q3-window1"),
+            pytest.param(Case((40, 20), 80, batch=17, longest=900), 2, 333, id="q2-window-dv80"),
+            pytest.param(Case((10, 10), 64, batch=4, splits="fixed_size", page_size=8), 5, 70, id="q5-window-fixed"),
+            pytest.param(Case((24, 4), 256, batch=1, splits=17), 8, None, id="q8-pinned"),
+            pytest.param(Case((4, 2), batch=7), 1, 200, id="q1-window"),
+        ],
+    )
+    def test_replay_of_query_tokens(self, case, q_len, window):
+        """Each query token is in a row whose splits and steps are those of its own length."""
+        plan, rng = case.plan(), np.random.default_rng(q_len)
+        packed, capacity = plan.packed(q_len), min(case.width * case.page_size, plan.max_tokens)
+        make = jax.jit(functools.partial(make_schedule, plan=packed, window=window, q_len=q_len))
+        shared = 0
+        for _ in range(12):
+            lengths = draw_lengths(case, capacity, rng)
+            lengths[0] = rng.choice([0, 1, 63, 64, 65, 66, 128, 130, capacity])
+            tables = rng.integers(0, 2**31, (case.batch, case.width), dtype=np.int32)
+            schedule = make(lengths, tables)
+            replay, row_of = Replay(packed, schedule), np.asarray(schedule.row_of)
+            places = {row.row: i for i, row in enumerate(replay.rows)}
+            for seq, token in np.ndindex(case.batch, q_len):
+                row = replay.rows[places[row_of[seq, token]]]
+                own = int(lengths[seq]) - (q_len - 1 - token)
+                served = lengths[seq] >= 0 and own <= capacity
+                assert (row.seq, row.poison) == (seq, 0 if served else 1)
+                if not served:
+                    continue
+                own = max(own, 0)
+                assert own <= row.tokens
+                assert row.tokens == 0 or row.length == lengths[seq] - (q_len - 1)
+                start = max(own - window, 0) if window else 0
+                # Cut to what it attends, the row's splits are its own; and steps begin at the same token.
+                edges = [row.origin + (row.first + s) * row.span for s in range(row.splits)]
+                cut = [(max(start, edge), min(edge + row.span, own)) for edge in edges]
+                assert [b for b in cut if b[0] < b[1]] == [
+                    b for b in plan.split_bounds(own, window=window) if b != (0, 0)
+                ]
+                assert row.start // plan.block_kv == start // plan.block_kv or own == 0
+                shared += row.row != seq * q_len + token
+            led = sorted(set(row_of.reshape(-1).tolist()))
+            assert sorted(row.row for row in replay.rows if row.splits) == led
+            in_order = [(i, s) for i, row in enumerate(replay.rows) for s in range(row.splits)]
+            assert list(itertools.chain(*replay.teams)) == in_order
+            assert replay.finished == dict.fromkeys((places[row] for row in led), 1)
+            assert not replay.partials
+            for team, work in enumerate(replay.work):
+                if work.count:
+                    row = replay.rows[work.row]
+                    low, high = replay.bounds(work.row, work.split)
+                    base = low // plan.block_kv * plan.block_kv
+                    for i in range(min(packed.stages, -(-(high - base) // plan.step_kv))):
+                        copies = np.arange(packed.mosaic_tile.copies) * packed.mosaic_tile.copy_rows
+                        logical = np.clip(base + i * plan.step_kv + copies, low, high - 1) // case.page_size
+                        assert (replay.pages[team, i] == tables[row.seq, logical]).all()
+        assert shared > 0 or q_len == 1
 
     def test_the_replayed_plans_are_what_they_say(self):
         plans = {name: case.plan() for name, case in SCHEDULES.items()}

@@ -212,10 +212,11 @@ def combine(
     lse = lse.reshape(len(lse), -1)[:, block * tile.cols + head - first_row(plan, block, xp=np)]
     if q_len == 1:
         return out[:, None], lse[:, None]
-    return tuple(_of_tokens(x, scheduled.row_of, plan.num_kv_heads) for x in (out, lse))
+    of_tokens = functools.partial(_of_tokens, row_of=scheduled.row_of, num_kv_heads=plan.num_kv_heads)
+    return of_tokens(out), of_tokens(lse)
 
 
-def _of_tokens(x: jax.Array, row_of: jax.Array, num_kv_heads: int) -> jax.Array:
+def _of_tokens(x: jax.Array, *, row_of: jax.Array, num_kv_heads: int) -> jax.Array:
     """[rows, heads, ...] -> [batch, q_len, num_q_heads, ...]: of each query token, what its row has of it."""
     batch, q_len = row_of.shape
     x = x.reshape(x.shape[0], num_kv_heads, q_len, -1, *x.shape[2:])

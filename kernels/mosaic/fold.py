@@ -4,9 +4,9 @@ Every partial's `m` is a whole number, so a weight is a power of two and multipl
 fold is one sum in split order, whose terms may be scaled to the largest `m` early or late. So a CTA that folds as it
 goes and the combine, which knows every `m` before it begins, come to the same bits.
 
-That holds where no term of a sum overflows, or is below 2**-126 at the scale of the largest `m`. What is lost there late
-and not early is below 2**-149: `finish` drops outputs that it could be seen in, and above them it shows only where the
-sum of such terms and the ones above is an exact tie, which takes values made for it.
+That holds where no term of a sum overflows, or is below 2**-126 at the scale of the largest `m`. What is lost there
+late and not early is below 2**-149: `finish` drops outputs that it could be seen in, and above them it shows only where
+the sum of such terms and the ones above is an exact tie, which takes values made for it.
 """
 
 from collections.abc import Callable

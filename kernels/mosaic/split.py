@@ -102,11 +102,11 @@ def split(
     sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window, q_len=q_len)
     slots = sched.merge.shape[0]
     q = pack(q, plan.num_kv_heads)
-    few = max(cols - plan.num_q_heads, 0)
-    q = jnp.pad(q, ((0, 0), (0, few), (0, 0))) if few else q
+    padding = max(cols - plan.num_q_heads, 0)
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0))) if padding else q
     if sinks is not None:
         sinks = pack(jnp.broadcast_to(sinks[None, None, :, None], (1, q_len, sinks.shape[0], 1)), plan.num_kv_heads)
-        sinks = jnp.pad(sinks[0, :, 0], (0, few))
+        sinks = jnp.pad(sinks[0, :, 0], (0, padding))
     extra = [] if sinks is None else [sinks]
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)

@@ -60,9 +60,8 @@ def test_b06_more_splits_than_work(splits):
 def test_b06_idle_splits_are_empty(splits):
     case = b06()
     plan = case.plan(splits, **FINE)
-    partials = split(
-        *map(jnp.asarray, (case.q[:, None], *case.arrays[1:])), jnp.float32(0.125), plan=plan, window=None, softcap=None
-    )
+    arrays = map(jnp.asarray, (case.q[:, None], *case.arrays[1:]))
+    partials = split(*arrays, jnp.float32(0.125), None, plan=plan, window=None, softcap=None)
     for row, seq_len in enumerate(case.seq_lens):
         for s, (low, high) in enumerate(plan.split_bounds(int(seq_len))):
             at = (row, 0, s)

@@ -37,7 +37,7 @@ ROWS = [pytest.param(name, id=name) for name in CONFIGS]
 def partials(config, rows):
     q, *rest = (jnp.asarray(x) for x in config.paged(rows).arrays)
     call = compiled_split(config)
-    return [np.asarray(x) for x in call(q[:, None], *rest, jnp.float32(config.head_dim**-0.5))]
+    return [np.asarray(x) for x in call(q[:, None], *rest, jnp.float32(config.head_dim**-0.5), None)]
 
 
 @functools.cache
