@@ -25,8 +25,8 @@ def paged_decode_attention(
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: jax.Array | None = ...,
-    k_scale: Any = ...,
-    v_scale: Any = ...,
+    k_scale: float | jax.Array | None = ...,
+    v_scale: float | jax.Array | None = ...,
     return_lse: Literal[False] = ...,
 ) -> jax.Array: ...
 
@@ -44,8 +44,8 @@ def paged_decode_attention(
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: jax.Array | None = ...,
-    k_scale: Any = ...,
-    v_scale: Any = ...,
+    k_scale: float | jax.Array | None = ...,
+    v_scale: float | jax.Array | None = ...,
     return_lse: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -62,8 +62,8 @@ def paged_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of the newest tokens of each sequence over its paged KV cache.
@@ -84,7 +84,9 @@ def paged_decode_attention(
       softcap: logits become `softcap * tanh(logits / softcap)` after the scale and before the mask; static; None or 0
         for none.
       sinks: f32[num_q_heads]. One logit a head, not scaled or capped, counted once in the denominator.
-      k_scale, v_scale: scales of a quantised cache; not served yet.
+      k_scale, v_scale: of a quantised cache, what its stored values are multiplied by: a number or f32[] for all,
+        f32[num_kv_heads], or f32[num_pages, page_size, num_kv_heads]; None for 1. May be traced, and of two kinds.
+        With a kv_dtype that is not quantised they are refused.
       return_lse: also return the log-sum-exp.
 
     Returns:
@@ -99,9 +101,10 @@ def paged_decode_attention(
       NotImplementedError: what no backend of this build serves.
 
     Note:
-      For equal `plan.fingerprint()` every row's bits depend on its own query, own live K/V values and own length
-      alone: not on the batch, neighbours, table width, page ids, pool size or dead entries; and a row of a q_len > 1
-      call has the bits of a one-token call at its position.
+      For equal `plan.fingerprint()` every row's bits depend on its own query, own live K/V values, their scales and own
+      length alone: not on the batch, neighbours, table width, page ids, pool size or dead entries; and a row of a
+      q_len > 1 call has the bits of a one-token call at its position. A scale in two forms of the same value is equal
+      to rounding, not in bits.
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse={return_lse!r} must be a bool, got {type(return_lse).__name__}")
@@ -150,6 +153,8 @@ def _attend(
     seq_lens: jax.Array,
     sm_scale: jax.Array,
     sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     *,
     plan: DecodePlan,
     window: int | None,
@@ -161,11 +166,12 @@ def _attend(
 
     # Under `vmap` the calls run one after another: a batched loop body would be another program, with other bits.
     @jax.custom_batching.sequential_vmap
-    def attend(sinks: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(sinks: jax.Array | None, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         split, combine = _kernels(plan)
-        return combine(split(*arrays, sinks, window=window, softcap=softcap), sinks)
+        *operands, k_scale, v_scale = arrays
+        return combine(split(*operands, sinks, k_scale, v_scale, window=window, softcap=softcap), sinks)
 
-    return attend(sinks, q, k_pages, v_pages, block_tables, seq_lens, sm_scale)
+    return attend(sinks, q, k_pages, v_pages, block_tables, seq_lens, sm_scale, k_scale, v_scale)
 
 
 def _kernels(plan: DecodePlan) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitk_jax.plan import MAX_TOKENS, DecodePlan
-from splitk_jax.target import KV_DTYPES, whole_number
+from splitk_jax.target import QUANTISED_DTYPES, whole_number
 
 MOSAIC_JAX = (0, 11)
 """The first JAX whose Pallas has what the mosaic kernels use."""
@@ -87,15 +87,9 @@ def decode_arguments(
       The arrays, q as [batch, q_len, num_q_heads, head_dim] and sm_scale as f32[] among them, and the static options.
 
     Raises:
-      ValueError, TypeError: an argument that is not accepted. NotImplementedError: quantised KV.
+      ValueError, TypeError: an argument that is not accepted.
     """
     require_plan(plan)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            raise NotImplementedError(
-                f"{name}={scale!r}: quantised KV is served by no backend of this build ({plan.backend} was planned):"
-                f" leave {name} out and hold pages in one of {', '.join(KV_DTYPES)}"
-            )
     q = as_array("q", q)
     if q.ndim not in (3, 4):
         raise ValueError(
@@ -133,7 +127,40 @@ def decode_arguments(
         sinks = as_array("sinks", sinks)
         require_shape("sinks", sinks, (plan.num_q_heads,))
         require_dtype("sinks", sinks, "float32")
-    return (q, k_pages, v_pages, block_tables, seq_lens, sm_scale, sinks), {"window": window, "softcap": softcap}
+    k_scale, v_scale = (kv_scale(name, x, k_pages) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
+    arrays = (q, k_pages, v_pages, block_tables, seq_lens, sm_scale, sinks, k_scale, v_scale)
+    return arrays, {"window": window, "softcap": softcap}
+
+
+def kv_scale(name: str, x: Any, pages: jax.Array) -> jax.Array | None:
+    """The scales of quantised pages, as f32[], f32[num_kv_heads] or f32[num_pages, page_size, num_kv_heads].
+
+    Args:
+      name: the argument.
+      x: a positive number, a float32 array, whose values are not looked at, or None.
+      pages: [num_pages, page_size, num_kv_heads, ...].
+
+    Raises:
+      TypeError, ValueError: what is no scale of such pages, or any scale of pages that are not quantised.
+    """
+    if x is None:
+        return None
+    if pages.dtype.name not in QUANTISED_DTYPES:
+        raise ValueError(
+            f"{name} is for quantised pages ({', '.join(QUANTISED_DTYPES)}), got pages of {pages.dtype.name}: leave it"
+            " out"
+        )
+    if isinstance(x, int | float):
+        return scalar(name, x)
+    x = as_array(name, x)
+    require_dtype(name, x, "float32")
+    accepted = ((), pages.shape[2:3], pages.shape[:3])
+    if x.shape not in accepted:
+        raise ValueError(
+            f"{name} must be a number, [num_kv_heads]={list(accepted[1])} or [num_pages, page_size, num_kv_heads]="
+            f"{list(accepted[2])}, got shape {list(x.shape)}"
+        )
+    return x
 
 
 def table_arguments(block_tables: Any, seq_lens: Any, *, batch: int, page_size: int) -> tuple[jax.Array, jax.Array]:

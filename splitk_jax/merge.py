@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from splitk_jax import checks
-from splitk_jax.target import KV_DTYPES
+from splitk_jax.target import FLOAT_DTYPES
 
 
 def merge_states(
@@ -32,7 +32,7 @@ def merge_states(
         raise ValueError(f"len(outs)={len(outs)} and len(lses)={len(lses)} must be equal and at least 1")
     if not outs[0].ndim:
         raise ValueError("outs must be states of [..., head_dim], got a scalar")
-    checks.require_dtype("outs[0]", outs[0], *KV_DTYPES)
+    checks.require_dtype("outs[0]", outs[0], *FLOAT_DTYPES)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         checks.require_shape(f"outs[{i}]", out, outs[0].shape)
         checks.require_dtype(f"outs[{i}]", out, outs[0].dtype.name)

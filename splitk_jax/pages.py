@@ -2,30 +2,43 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from splitk_jax import checks
 from splitk_jax.plan import MAX_TOKENS, dtype_name
-from splitk_jax.target import INT_MAX, KV_DTYPES, whole_number
+from splitk_jax.target import FLOAT_DTYPES, INT_MAX, KV_DTYPES, QUANTISED_DTYPES, whole_number
+
+PER_TOKEN = "per_token"
+"""The scales that a write finds itself: one for each token and head."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPages:
-    """The pages of one layer: a pytree of two arrays, made to be donated to a jitted step.
+    """The pages of one layer: a pytree of arrays, made to be donated to a jitted step.
 
     Every method that writes returns a new `KVPages`; under `jit` with the old one donated it writes in place.
+
+    Quantised pages hold `value / scale`, rounded to the nearest (ties to even) and saturated to the dtype's largest
+    finite value, infinities too; of int8 that is 127 to either side. NaN stays NaN in the 8-bit floats and is 0 in
+    int8, which has none; where tokens have scales of their own, it makes that scale NaN.
 
     Attributes:
       k_pages: [num_pages, page_size, num_kv_heads, head_dim].
       v_pages: [num_pages, page_size, num_kv_heads, head_dim_v].
+      k_scale, v_scale: what the values of quantised pages are multiplied by when read: f32[], f32[num_kv_heads], or
+        f32[num_pages, page_size, num_kv_heads], which every write sets beside its tokens. None for 1, and for pages
+        that are not quantised.
     """
 
     k_pages: jax.Array
     v_pages: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
     @classmethod
     def init(
@@ -37,8 +50,10 @@ class KVPages:
         head_dim: int,
         head_dim_v: int | None = None,
         dtype: Any = "bfloat16",
+        k_scale: float | jax.Array | Literal["per_token"] | None = None,
+        v_scale: float | jax.Array | Literal["per_token"] | None = None,
     ) -> "KVPages":
-        """A pool of zeros, K and V in buffers of their own.
+        """A pool of zeros, each array in a buffer of its own.
 
         Args:
           num_pages: pages of the pool.
@@ -46,19 +61,23 @@ class KVPages:
           num_kv_heads: KV heads.
           head_dim: lanes of a key.
           head_dim_v: lanes of a value; `head_dim` when None.
-          dtype: float32, bfloat16 or float16.
+          dtype: float32, bfloat16 or float16; or quantised: float8_e4m3fn, float8_e5m2 or int8.
+          k_scale, v_scale: of quantised pages: a number or f32[] for all, f32[num_kv_heads], `"per_token"` for scales
+            that each write finds for each token and head, its largest magnitude over the dtype's largest value; None
+            for 1.
 
         Raises:
           ValueError, TypeError: an argument that is not accepted, or a pool of more slots than an int32 counts.
-          NotImplementedError: a quantised dtype.
+          NotImplementedError: another quantised dtype.
         """
         num_pages, page_size = whole_number("num_pages", num_pages), whole_number("page_size", page_size)
         _require_slots(num_pages, page_size)
         lead = (num_pages, page_size, whole_number("num_kv_heads", num_kv_heads))
         head_dim = whole_number("head_dim", head_dim)
         head_dim_v = head_dim if head_dim_v is None else whole_number("head_dim_v", head_dim_v)
-        dtype = dtype_name("dtype", dtype)
-        return cls(jnp.zeros((*lead, head_dim), dtype), jnp.zeros((*lead, head_dim_v), dtype))
+        dtype = dtype_name("dtype", dtype, KV_DTYPES)
+        k_pages, v_pages = jnp.zeros((*lead, head_dim), dtype), jnp.zeros((*lead, head_dim_v), dtype)
+        return cls(k_pages, v_pages, _new_scale("k_scale", k_scale, k_pages), _new_scale("v_scale", v_scale, v_pages))
 
     @property
     def num_pages(self) -> int:
@@ -77,6 +96,9 @@ class KVPages:
         checks.require_shape("v_pages", v_pages, (*k_pages.shape[:3], "head_dim_v"))
         checks.require_dtype("k_pages", k_pages, *KV_DTYPES)
         checks.require_dtype("v_pages", v_pages, k_pages.dtype.name)
+        for name, scale, pages in (("k_scale", self.k_scale, k_pages), ("v_scale", self.v_scale, v_pages)):
+            if scale is not None:
+                checks.kv_scale(name, checks.as_array(name, scale), pages)
         _require_slots(*k_pages.shape[:2])
 
     def append(self, k: jax.Array, v: jax.Array, block_tables: jax.Array, positions: jax.Array) -> "KVPages":
@@ -91,7 +113,8 @@ class KVPages:
             is outside [0, num_pages).
 
         Returns:
-          The pages with the tokens written, cast to the pages' dtype. Of tokens that share a slot the last one wins.
+          The pages with the tokens written, cast or quantised to the pages' dtype. Of tokens that share a slot the
+          last one wins.
 
         Raises:
           ValueError, TypeError: shapes or dtypes that are not accepted.
@@ -120,8 +143,8 @@ class KVPages:
         """Writes rows to slots of the pool.
 
         Args:
-          k: [n, num_kv_heads, head_dim], cast to the pages' dtype.
-          v: [n, num_kv_heads, head_dim_v], cast to the pages' dtype.
+          k: [n, num_kv_heads, head_dim], float; cast or quantised to the pages' dtype.
+          v: [n, num_kv_heads, head_dim_v], likewise.
           slots: i32[n]. `page * page_size + offset`; a slot outside the pool, -1 among them, writes nothing. Of
             equal slots the last row wins.
 
@@ -138,18 +161,30 @@ class KVPages:
         checks.require_shape("k", k, (slots.shape[0], *self.k_pages.shape[2:]))
         checks.require_shape("v", v, (slots.shape[0], *self.v_pages.shape[2:]))
         for name, x in (("k", k), ("v", v)):
-            checks.require_dtype(name, x, *KV_DTYPES)
+            checks.require_dtype(name, x, *FLOAT_DTYPES)
         slots = _last_writer(slots, self.num_pages * self.page_size)
-        return KVPages(_scatter(self.k_pages, k, slots), _scatter(self.v_pages, v, slots))
+        k_pages, k_scale = _written(self.k_pages, self.k_scale, k, slots)
+        v_pages, v_scale = _written(self.v_pages, self.v_scale, v, slots)
+        return KVPages(k_pages, v_pages, k_scale, v_scale)
 
     @classmethod
-    def from_contiguous(cls, k: jax.Array, v: jax.Array, *, page_size: int) -> tuple["KVPages", jax.Array]:
+    def from_contiguous(
+        cls,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        page_size: int,
+        dtype: Any = None,
+        k_scale: float | jax.Array | Literal["per_token"] | None = None,
+        v_scale: float | jax.Array | Literal["per_token"] | None = None,
+    ) -> tuple["KVPages", jax.Array]:
         """Pages a contiguous cache: sequence `b` takes pages `b * n` to `b * n + n - 1`.
 
         Args:
           k: [batch, length, num_kv_heads, head_dim].
           v: [batch, length, num_kv_heads, head_dim_v].
           page_size: tokens of a page; the last page of a sequence is filled up with zeros.
+          dtype, k_scale, v_scale: as `init` has them; k's dtype when None.
 
         Returns:
           (pages, block_tables): block_tables is i32[batch, ceil(length / page_size)].
@@ -161,17 +196,21 @@ class KVPages:
         page_size = whole_number("page_size", page_size)
         checks.require_shape("k", k, ("batch", "length", "num_kv_heads", "head_dim"))
         checks.require_shape("v", v, (*k.shape[:3], "head_dim_v"))
-        checks.require_dtype("k", k, *KV_DTYPES)
+        checks.require_dtype("k", k, *FLOAT_DTYPES)
         checks.require_dtype("v", v, k.dtype.name)
+        dtype = dtype_name("dtype", k.dtype.name if dtype is None else dtype, KV_DTYPES)
         batch, length = k.shape[:2]
         width = -(-length // page_size)
         _require_slots(batch * width, page_size)
 
-        def paged(x: jax.Array) -> jax.Array:
+        def paged(name: str, x: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array | None]:
             padded = jnp.pad(x, ((0, 0), (0, width * page_size - length), (0, 0), (0, 0)))
-            return padded.reshape(batch * width, page_size, *x.shape[2:])
+            padded = padded.reshape(batch * width, page_size, *x.shape[2:])
+            return _stored(padded, _new_scale(name, scale, jax.ShapeDtypeStruct(padded.shape, dtype)), dtype)
 
-        return cls(paged(k), paged(v)), jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+        (k_pages, k_scale), (v_pages, v_scale) = paged("k_scale", k, k_scale), paged("v_scale", v, v_scale)
+        tables = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+        return cls(k_pages, v_pages, k_scale, v_scale), tables
 
     def to_contiguous(self, block_tables: jax.Array, seq_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Gathers each sequence's tokens.
@@ -181,9 +220,10 @@ class KVPages:
           seq_lens: i32[batch], tokens.
 
         Returns:
-          k and v, [batch, max_pages_per_seq * page_size, num_kv_heads, head_dim or head_dim_v]; zeros past a
-          sequence's end, NaN where a live page id is outside [0, num_pages), and throughout a row whose seq_len is
-          outside [0, max_pages_per_seq * page_size].
+          k and v, [batch, max_pages_per_seq * page_size, num_kv_heads, head_dim or head_dim_v], of the pages' dtype, or
+          float32 with the scales applied where that is quantised; zeros past a sequence's end, NaN where a live page
+          id is outside [0, num_pages), and throughout a row whose seq_len is outside
+          [0, max_pages_per_seq * page_size].
         """
         self._require_valid()
         block_tables = checks.as_array("block_tables", block_tables)
@@ -197,12 +237,16 @@ class KVPages:
         page_ok = (pages >= 0) & (pages < self.num_pages) & length_ok
         pages = jnp.where(page_ok, pages, 0)
 
-        def gathered(pool: jax.Array) -> jax.Array:
-            x = pool[pages, tokens % self.page_size]
+        def gathered(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
+            dtype = jnp.float32 if pool.dtype.name in QUANTISED_DTYPES else pool.dtype
+            x = pool[pages, tokens % self.page_size].astype(dtype)
+            if scale is not None:
+                scale = scale[pages, tokens % self.page_size] if scale.ndim == 3 else scale
+                x *= jnp.broadcast_to(scale[..., None], x.shape)
             x = jnp.where(page_ok[..., None, None], x, jnp.nan)
-            return jnp.where(live[..., None, None], x, 0).astype(pool.dtype)
+            return jnp.where(live[..., None, None], x, 0).astype(dtype)
 
-        return gathered(self.k_pages), gathered(self.v_pages)
+        return gathered(self.k_pages, self.k_scale), gathered(self.v_pages, self.v_scale)
 
 
 def _require_slots(num_pages: int, page_size: int) -> None:
@@ -233,9 +277,81 @@ def _last_writer(slots: jax.Array, num_slots: int) -> jax.Array:
     return jnp.zeros_like(slots).at[order].set(jnp.where(superseded, past_end, ordered))
 
 
+def _new_scale(name: str, scale: Any, pages: Any) -> jax.Array | None:
+    """The scales of a new pool, in a buffer of their own: what is donated may not be what a caller holds."""
+    if isinstance(scale, str):
+        if scale != PER_TOKEN:
+            raise ValueError(f"{name}={scale!r} is not known: accepted are numbers, float32 arrays and {PER_TOKEN!r}")
+        scale = jnp.ones(pages.shape[:3], jnp.float32)
+    elif getattr(scale, "ndim", 0) > 1:
+        raise ValueError(
+            f"{name} must be a number, [num_kv_heads] or {PER_TOKEN!r}, got shape {list(scale.shape)}: scales of each"
+            " token are for the writes to find"
+        )
+    scale = checks.kv_scale(name, scale, pages)
+    return None if scale is None else jnp.array(scale)
+
+
+def _stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [..., num_kv_heads, lanes] as the pages hold them, and their scales.
+
+    Args:
+      scale: of the pool; one of rank 3 is not read, it says that rows have scales of their own.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in QUANTISED_DTYPES:
+        return x.astype(dtype), None
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+    x = x.astype(jnp.float32)
+    if scale is not None:
+        if scale.ndim == 3:
+            scale = _own_scale(x, most)
+        x /= jnp.broadcast_to(_each(scale, x.shape[:-1])[..., None], x.shape)
+    # A cast alone makes NaN or infinity of what is too large.
+    x = jnp.clip(x, -most, most)
+    if whole:
+        x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
+    return x.astype(dtype), scale
+
+
+def _own_scale(x: jax.Array, most: float) -> jax.Array:
+    """The scales [..., num_kv_heads] by which the largest magnitude of each row and head is stored as `most`."""
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    # The scale of an infinity is one by which `most` is finite, that of a subnormal one that is not 0.
+    limits = jnp.finfo(jnp.float32)
+    scale = jnp.clip(largest / _each(most, largest.shape), limits.tiny, limits.max / (2 * most))
+    return jnp.where(largest == 0, 1, scale)
+
+
+def _each(x: jax.Array | float, shape: tuple[int, ...]) -> jax.Array:
+    """A divisor for each row and head: by one for all the compiler would multiply, with its reciprocal."""
+    return lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape))
+
+
+def _written(
+    pool: jax.Array, scale: jax.Array | None, rows: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """A pool and its scales after rows are written to slots."""
+    rows, row_scale = _stored(rows, scale, pool.dtype)
+    if scale is not None and row_scale is not None and scale.ndim == 3:
+        scale = _scatter(scale, row_scale, slots)
+    if pool.dtype.itemsize > 1 or jnp.issubdtype(pool.dtype, jnp.integer):
+        return _scatter(pool, rows, slots), scale
+    # XLA's CPU backend scatters 8-bit floats through float16, the whole pool twice; their bits, through one copy.
+    return lax.platform_dependent(pool, rows, slots, cpu=_scatter_bits, default=_scatter), scale
+
+
+def _scatter_bits(pool: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    def bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+
+    return lax.bitcast_convert_type(_scatter(bits(pool), bits(rows), slots), pool.dtype)
+
+
 def _scatter(pool: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     flat = pool.reshape(-1, *pool.shape[2:])
-    return flat.at[slots].set(rows.astype(pool.dtype), mode="drop").reshape(pool.shape)
+    return flat.at[slots].set(rows, mode="drop").reshape(pool.shape)
 
 
 class OutOfPages(RuntimeError):  # noqa: N818 - reads as what happened

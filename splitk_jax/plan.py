@@ -14,7 +14,7 @@ import numpy as np
 
 from splitk_jax import decision, report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
-from splitk_jax.target import BACKENDS, KV_DTYPES, Target, Tile, whole_number
+from splitk_jax.target import BACKENDS, FLOAT_DTYPES, KV_DTYPES, QUANTISED_DTYPES, Target, Tile, whole_number
 from splitk_jax.tiles import MAX_COLUMNS, MAX_COPIES, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, WARPGROUP, MosaicTile
 
 TREE_VERSION = 3
@@ -160,8 +160,8 @@ class DecodePlan:
             "launch_ctas",
         ):
             whole_number(name, getattr(self, name))
-        for name in ("q_dtype", "kv_dtype"):
-            dtype_name(name, getattr(self, name))
+        dtype_name("q_dtype", self.q_dtype, FLOAT_DTYPES)
+        dtype_name("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_groups(self.num_q_heads, self.num_kv_heads)
         if self.num_kv_heads % self.kv_heads_per_cta:
             raise ValueError(f"kv_heads_per_cta={self.kv_heads_per_cta} must divide num_kv_heads={self.num_kv_heads}")
@@ -202,7 +202,8 @@ class DecodePlan:
           head_dim: lanes of a query and a key.
           page_size: tokens of a page.
           max_decode_seqs: the most sequences that a launch holds.
-          q_dtype, kv_dtype: float32, bfloat16 or float16, as a name or a dtype.
+          q_dtype: float32, bfloat16 or float16, as a name or a dtype.
+          kv_dtype: one of these, or float8_e4m3fn, float8_e5m2 or int8.
           head_dim_v: lanes of a value; `head_dim` when None.
           num_seqs: the static batch bucket, read by `legacy` and `adaptive` only; `max_decode_seqs` when None.
           max_seq_len: tokens; the longest KV that a launch attends to (block-table width * page_size). Needed by
@@ -229,7 +230,8 @@ class DecodePlan:
             max_seq_len = whole_number("max_seq_len", max_seq_len, 1, MAX_TOKENS)
         if policy.rule == "adaptive" and num_seqs > max_decode_seqs:
             raise ValueError(f"num_seqs={num_seqs} must be at most max_decode_seqs={max_decode_seqs}")
-        q_dtype, kv_dtype = dtype_name("q_dtype", q_dtype), dtype_name("kv_dtype", kv_dtype)
+        q_dtype = dtype_name("q_dtype", q_dtype, FLOAT_DTYPES)
+        kv_dtype = dtype_name("kv_dtype", kv_dtype, KV_DTYPES)
         tile = policy.tile(head_dim, kv_dtype, page_size)
         shape, stages = _fitted(
             tile,
@@ -610,6 +612,8 @@ class DecodePlan:
                 f"The {target.l2_mib:g} MiB L2 holds {facts['l2_tokens']} tokens of KV: a warm call on fewer can beat"
                 " the time at peak bandwidth.\n"
             )
+        if self.kv_dtype in QUANTISED_DTYPES:
+            parts.append("KV read leaves scales out: a scale a token and head is 4 bytes more for K, and for V.\n")
         if facts["changes"]:
             parts.append(
                 report.table(
@@ -715,11 +719,25 @@ def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:
         raise ValueError(f"num_q_heads={num_q_heads} must be a multiple of num_kv_heads={num_kv_heads}")
 
 
-_QUANTISED = ("int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+_QUANTISED = (
+    *QUANTISED_DTYPES,
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "uint8",
+    "int4",
+    "uint4",
+    "int2",
+    "uint2",
+)
 
 
-def dtype_name(argument: str, dtype: Any) -> str:
-    """The name of a served dtype.
+def dtype_name(argument: str, dtype: Any, accepted: tuple[str, ...]) -> str:
+    """The name of a served dtype, one of `accepted`.
 
     Raises:
       TypeError: not a dtype. NotImplementedError: a quantised one. ValueError: any other that is not served.
@@ -729,16 +747,16 @@ def dtype_name(argument: str, dtype: Any) -> str:
             raise TypeError
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     except TypeError:
-        raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(KV_DTYPES)}") from None
+        raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(accepted)}") from None
+    if name in accepted:
+        return name
     if name in _QUANTISED:
         raise NotImplementedError(
-            f"{argument}={name}: quantised {'queries are' if argument == 'q_dtype' else 'KV is'} served by no"
-            f" backend of this build ({', '.join(BACKENDS)}): use one of {', '.join(KV_DTYPES)}"
+            f"{argument}={name}: {'quantised queries are' if argument == 'q_dtype' else 'KV quantised so is'} served by"
+            f" no backend of this build ({', '.join(BACKENDS)}): use one of {', '.join(accepted)}"
         )
-    if name not in KV_DTYPES:
-        raise ValueError(f"{argument}={name!r} is not served: accepted are {', '.join(KV_DTYPES)}")
-    return name
+    raise ValueError(f"{argument}={name!r} is not served: accepted are {', '.join(accepted)}")
 
 
 def _itemsize(name: str) -> int:
-    return 4 if name == "float32" else 2
+    return 1 if name in QUANTISED_DTYPES else 4 if name == "float32" else 2

@@ -22,7 +22,9 @@ MAX_CONFIG_BYTES = 64 * 1024
 BACKENDS = ("mosaic", "reference")
 RULES = ("auto", "balanced", "legacy", "adaptive", "fixed_size")
 OFF_WORDS = ("off", "0", "false", "no")
-KV_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+KV_DTYPES = (*FLOAT_DTYPES, *QUANTISED_DTYPES)
 INT_MAX = 2**31 - 1
 
 ENV_PREFIX = "SPLITK_JAX_"

@@ -17,6 +17,8 @@ TOLERANCE = {"float32": (0.0, 2e-5), "bfloat16": (2**-8, 2e-3), "float16": (2**-
 # lse is float32 whatever the inputs are.
 LSE_TOLERANCE = TOLERANCE["float32"]
 
+QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
+
 SPLITS = (1, 2, 3, 4, 8, 16, 64)
 
 # Edges at every token, so that a sequence of S tokens has S splits.
@@ -32,9 +34,11 @@ def junk_entries(num_pages):
 
 
 def copies_pools(dtype):
-    """Whether this jaxlib writes pages through a float32 copy of the pool: bfloat16 on a CPU, before 0.11.2."""
+    """Whether this jaxlib writes pages through a copy of the pool: 8-bit floats on a CPU, bfloat16 before 0.11.2."""
+    if jax.default_backend() != "cpu":
+        return False
     version = tuple(int(n) for n in jaxlib.__version__.split(".")[:3])
-    return dtype == "bfloat16" and jax.default_backend() == "cpu" and version < (0, 11, 2)
+    return dtype.startswith("float8") or (dtype == "bfloat16" and version < (0, 11, 2))
 
 
 def make_policy(splits=4, *, target="cpu", block_kv=None, step_kv=None, **overrides):
@@ -118,7 +122,8 @@ class Paged:
             head_dim_v=self.v_pages.shape[-1],
             page_size=page_size,
             max_seq_len=self.block_tables.shape[1] * page_size,
-            dtype=self.q.dtype.name,
+            dtype=self.k_pages.dtype.name,
+            q_dtype=self.q.dtype.name,
             **policy,
         )
 
@@ -255,13 +260,32 @@ def assert_within_rounding(got, paged, **options):
     np.testing.assert_allclose(lse, dense_lse, rtol=rtol, atol=atol)
 
 
-def dense_attention(q, k_pages, v_pages, block_tables, seq_lens, sm_scale=None, window=None, softcap=None, sinks=None):
+def dequantised(pages, scale):
+    """The values of pages in float64."""
+    values = np.asarray(pages).astype(np.float64)
+    return values if scale is None else values * np.asarray(scale, np.float64)[..., None]
+
+
+def dense_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    sm_scale=None,
+    window=None,
+    softcap=None,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+):
     """Attention as one softmax over the live tokens of each row, in float64; reads nothing else.
 
     Returns:
       out, lse: float64, shaped as those of the op, which they follow in rows that are empty or cannot be served.
     """
-    q, k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (q, k_pages, v_pages))
+    q = np.asarray(q).astype(np.float64)
+    k_pages, v_pages = dequantised(k_pages, k_scale), dequantised(v_pages, v_scale)
     one_query = q.ndim == 3
     q = q[:, None] if one_query else q
     batch, q_len, num_q_heads, head_dim = q.shape

@@ -1,6 +1,7 @@
 """Every refusal: which argument, what was got, what is accepted; and that a wrong call never reaches the compiler."""
 
 import contextlib
+import dataclasses
 import itertools
 import traceback
 from pathlib import Path
@@ -128,8 +129,8 @@ REFUSED = [
     ({"sinks": zeros(KV_HEADS)}, ValueError, r"sinks.shape\[0\]=2 must be 4"),
     ({"sinks": zeros(4, 1)}, ValueError, r"sinks must be \[4\], got shape \[4, 1\] of rank 2"),
     ({"sinks": zeros(4, dtype="bfloat16")}, TypeError, "sinks.dtype=bfloat16 must be float32"),
-    ({"k_scale": 1.0}, NotImplementedError, "k_scale=1.0: quantised KV .* leave k_scale out"),
-    ({"v_scale": zeros(1)}, NotImplementedError, "v_scale=.*quantised KV .* leave v_scale out"),
+    ({"k_scale": 1.0}, ValueError, r"k_scale is for quantised pages \(.*\), got pages of float32: leave it out"),
+    ({"v_scale": zeros()}, ValueError, r"v_scale is for quantised pages \(.*\), got pages of float32: leave it out"),
     ({"plan": None}, TypeError, r"plan must be a DecodePlan \(policy.plan\(...\)\), a static value, got NoneType"),
     ({"plan": {"num_splits": 2}}, TypeError, "plan must be a DecodePlan .* got dict"),
     ({"plan": [PLAN]}, TypeError, "plan must be a DecodePlan .* got list"),
@@ -138,7 +139,50 @@ REFUSED = [
 ]
 
 
+EIGHT_BIT = dataclasses.replace(PLAN, kv_dtype="float8_e4m3fn")
+EIGHT_BIT_DECODE = {
+    "plan": EIGHT_BIT,
+    "k_pages": DECODE["k_pages"].astype("float8_e4m3fn"),
+    "v_pages": DECODE["v_pages"].astype("float8_e4m3fn"),
+}
+REFUSED_SCALES = [
+    (zeros(1), ValueError, r"k_scale must be a number, \[num_kv_heads\]=\[2\] or .*=\[6, 4, 2\], got shape \[1\]"),
+    (zeros(Q_HEADS), ValueError, r"k_scale must be .* got shape \[4\]"),
+    (zeros(NUM_PAGES, PAGE_SIZE), ValueError, r"k_scale must be .* got shape \[6, 4\]"),
+    (zeros(NUM_PAGES + 1, PAGE_SIZE, KV_HEADS), ValueError, r"k_scale must be .* got shape \[7, 4, 2\]"),
+    (zeros(2, dtype="bfloat16"), TypeError, "k_scale.dtype=bfloat16 must be float32; it is not cast for you"),
+    (np.float16(1), TypeError, "k_scale.dtype=float16 must be float32"),
+    (ints(2), TypeError, "k_scale.dtype=int32 must be float32"),
+    (zeros(2, dtype="float64"), TypeError, "k_scale.dtype=float64 is not accepted and not cast"),
+    (0, ValueError, "k_scale=0 must be finite and above 0"),
+    (-1.0, ValueError, "k_scale=-1.0 must be finite and above 0"),
+    (float("nan"), ValueError, "k_scale=nan must be finite and above 0"),
+    (1e300, ValueError, r"k_scale=1e\+300 must be finite and above 0 as a float32"),
+    (True, TypeError, "k_scale=True must be a number"),
+    ("per_token", TypeError, "k_scale must be a jax or numpy array, got str"),
+    ([1.0, 1.0], TypeError, "k_scale must be a jax or numpy array, got list"),
+]
+
+
 class TestDecode:
+    @pytest.mark.parametrize(("scale", "error", "match"), REFUSED_SCALES, ids=range(len(REFUSED_SCALES)))
+    def test_refuses_scales(self, scale, error, match):
+        with refused(error, match):
+            decode(**EIGHT_BIT_DECODE, k_scale=scale)
+        with refused(error, match.replace("k_scale", "v_scale")):
+            decode(**EIGHT_BIT_DECODE, v_scale=scale)
+
+    def test_accepts_scales_of_two_kinds_and_traced(self):
+        assert decode(**EIGHT_BIT_DECODE, k_scale=0.5, v_scale=zeros(NUM_PAGES, PAGE_SIZE, KV_HEADS)).shape
+        call = jax.jit(lambda scale: decode(**EIGHT_BIT_DECODE, k_scale=scale, v_scale=scale[None].repeat(2)))
+        assert call(jnp.float32(0.5)).shape == (BATCH, Q_HEADS, HEAD_DIM_V)
+
+    def test_the_mosaic_backend_refuses_quantised_pages_and_names_who_serves_them(self):
+        policy = sk.load_policy("h200", environ={})
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
+            with refused(NotImplementedError, f"kv_dtype={dtype}: the mosaic backend serves .* the reference backend"):
+                policy.plan(**SHAPE, kv_dtype=dtype)
+
     @pytest.mark.parametrize(
         ("arguments", "error", "match"),
         [pytest.param(*case, id=f"{next(iter(case[0]))}-{i}") for i, case in enumerate(REFUSED)],
@@ -206,8 +250,9 @@ class TestPlan:
                 "q_dtype='float64' is not served: accepted are float32, bfloat16, float16",
             ),
             ({"kv_dtype": jnp.int32}, ValueError, "kv_dtype='int32' is not served: accepted are"),
-            ({"kv_dtype": "int8"}, NotImplementedError, "kv_dtype=int8: quantised KV is served by no backend"),
-            ({"kv_dtype": jnp.float8_e4m3fn}, NotImplementedError, "kv_dtype=float8_e4m3fn: quantised KV"),
+            ({"kv_dtype": "uint8"}, NotImplementedError, "kv_dtype=uint8: KV quantised so is served by no backend"),
+            ({"kv_dtype": jnp.float8_e4m3b11fnuz}, NotImplementedError, "kv_dtype=float8_e4m3b11fnuz: KV quantised"),
+            ({"q_dtype": "int8"}, NotImplementedError, "q_dtype=int8: quantised queries are served by no backend"),
             ({"q_dtype": 3}, TypeError, "q_dtype=3 must be a dtype or the name of one of float32"),
             ({"kv_dtype": None}, TypeError, "kv_dtype=None must be a dtype or the name"),
         ],
@@ -265,7 +310,15 @@ class TestPages:
                 ValueError,
                 r"num_pages=1048576 \* page_size=2048 is above the 2147483647",
             ),
-            ({"dtype": "int8"}, NotImplementedError, "dtype=int8: quantised KV"),
+            ({"dtype": "int4"}, NotImplementedError, "dtype=int4: KV quantised so is served by no backend"),
+            ({"k_scale": 0.5}, ValueError, "k_scale is for quantised pages .* got pages of bfloat16: leave it out"),
+            ({"v_scale": "per_token"}, ValueError, "v_scale is for quantised pages .* got pages of bfloat16"),
+            ({"dtype": "int8", "k_scale": "token"}, ValueError, "k_scale='token' is not known: .*'per_token'"),
+            ({"dtype": "int8", "v_scale": 0}, ValueError, "v_scale=0 must be finite and above 0"),
+            ({"dtype": "int8", "v_scale": zeros(3)}, ValueError, r"v_scale must be .* got shape \[3\]"),
+            ({"dtype": "int8", "k_scale": zeros(6, 4, 2)}, ValueError, r"k_scale must be a number, .* got shape \[6"),
+            ({"dtype": "int8", "k_scale": ints(2)}, TypeError, "k_scale.dtype=int32 must be float32"),
+            ({"dtype": "int8", "k_scale": [1.0, 1.0]}, TypeError, "k_scale must be a jax or numpy array, got list"),
             ({"dtype": "float64"}, ValueError, "dtype='float64' is not served"),
             ({"dtype": 1}, TypeError, "dtype=1 must be a dtype or the name"),
         ],

@@ -102,7 +102,7 @@ def test_flags_go_before_the_environment(flag, text, key, value):
         (EXPLAIN, {"SPLITK_JAX_SPLIT": "8"}, "environment variable SPLITK_JAX_SPLIT is not known"),
         ([*EXPLAIN, "--splits", " 8"], {}, "--splits=' 8' is not valid"),
         ([*EXPLAIN, "--splits", "fixed_size"], {}, "max_seq_len=None: the fixed_size rule needs"),
-        ([*EXPLAIN, "--kv-dtype", "int8"], {}, "kv_dtype=int8: quantised KV is served by no backend"),
+        ([*EXPLAIN, "--kv-dtype", "int4"], {}, "kv_dtype=int4: KV quantised so is served by no backend"),
         ([*EXPLAIN, "--kv-heads", "5"], {}, "num_q_heads=32 must be a multiple of num_kv_heads=5"),
         (["show", "h300"], {}, "target 'h300' is not known: accepted are a100"),
         (["show", "/nowhere/x.toml"], {}, "target file '/nowhere/x.toml' does not exist or is not a regular file"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from support import TOLERANCE, assert_same_bits, bits, copies_pools, junk_entries
+from support import QUANTISED, TOLERANCE, assert_same_bits, bits, copies_pools, dequantised, junk_entries
 
 import splitk_jax as sk
 
@@ -234,12 +234,28 @@ class TestPagesMadeByHand:
             with pytest.raises(error, match=match):
                 use(pages)
 
-    @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-    def test_quantised(self, dtype):
-        """B04: a cast into float8 makes NaN of what is too large, one into int8 something else."""
+    @pytest.mark.parametrize("dtype", ["uint8", "float8_e4m3"])
+    def test_dtypes_that_are_not_served(self, dtype):
         pages = sk.KVPages(*[jnp.zeros((9, 4, 2, 8), dtype)] * 2)
         for use in self.uses():
-            with pytest.raises(TypeError, match=f"k_pages.dtype={dtype} must be float32 or bfloat16 or float16"):
+            with pytest.raises(TypeError, match=f"k_pages.dtype={dtype} must be float32 or .* float8_e5m2 or int8"):
+                use(pages)
+
+    @pytest.mark.parametrize(
+        ("dtype", "scale", "error", "match"),
+        [
+            ("float32", jnp.ones(2), ValueError, "v_scale is for quantised pages .* got pages of float32"),
+            ("int8", jnp.ones(3), ValueError, r"v_scale must be a number, .* got shape \[3\]"),
+            ("int8", jnp.ones((8, 4, 2)), ValueError, r"v_scale must be .*=\[9, 4, 2\], got shape \[8, 4, 2\]"),
+            ("int8", jnp.ones(2, jnp.bfloat16), TypeError, "v_scale.dtype=bfloat16 must be float32"),
+            ("int8", 0.5, TypeError, "v_scale must be a jax or numpy array, got float"),
+        ],
+        ids=["unquantised", "heads", "pages", "dtype", "number"],
+    )
+    def test_scales(self, dtype, scale, error, match):
+        pages = sk.KVPages(*[jnp.zeros((9, 4, 2, 8), dtype)] * 2, None, scale)
+        for use in self.uses():
+            with pytest.raises(error, match=match):
                 use(pages)
 
     def test_nothing(self):
@@ -268,27 +284,227 @@ def test_an_empty_batch_writes_nothing():
     assert_same_bits(pages.append(*(x[:, 0] for x in tokens(0, 2)), none, none[:, 0]), pages)
 
 
+MOST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+SCALES = {
+    "none": None,
+    "number": 0.3,
+    "heads": np.array([0.02, 3.0], np.float32),
+    "token": "per_token",
+}
+
+
+def quantised_pool(dtype, scale="none", num_pages=NUM_PAGES, page_size=PAGE_SIZE):
+    return sk.KVPages.init(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        head_dim_v=HEAD_DIM_V,
+        dtype=dtype,
+        k_scale=SCALES[scale],
+        v_scale=SCALES[scale],
+    )
+
+
+def quantised_rows(x, scale, dtype):
+    """Rows as the pages are to hold them, and their scales: the arithmetic written out in numpy."""
+    x, most = np.asarray(x, np.float32), np.float32(MOST[dtype])
+    if scale is not None and np.ndim(scale) == 3:
+        largest = np.abs(x).max(axis=-1)
+        scale = np.where(largest == 0, np.float32(1), largest / most)
+    scaled = x if scale is None else x / np.asarray(scale)[..., None]
+    scaled = np.clip(scaled, -most, most)
+    return (np.rint(scaled) if dtype == "int8" else scaled).astype(dtype), scale
+
+
+def after_quantised_write(pages, k, v, slots):
+    dtype, after = pages.k_pages.dtype.name, []
+    for pool, scales, rows in ((pages.k_pages, pages.k_scale, k), (pages.v_pages, pages.v_scale, v)):
+        stored, row_scales = quantised_rows(rows, scales, dtype)
+        pool = np.array(pool)
+        flat = pool.reshape(-1, *pool.shape[2:])
+        if scales is not None and scales.ndim == 3:
+            scales = np.array(scales)
+            scales.reshape(-1, KV_HEADS)[slots] = row_scales
+        flat[slots] = stored
+        after.append((pool, scales))
+    (k_pages, k_scale), (v_pages, v_scale) = after
+    return sk.KVPages(k_pages, v_pages, k_scale, v_scale)
+
+
+class TestQuantised:
+    @pytest.mark.parametrize("rows", DTYPES)
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_write(self, dtype, scale, rows):
+        pages, (k, v), slots = (
+            quantised_pool(dtype, scale),
+            tokens(5, dtype=rows),
+            np.array([3, 35, 0, 17, 4], np.int32),
+        )
+        assert_same_bits(pages.write(k, v, slots), after_quantised_write(pages, k, v, slots))
+
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_append_is_write_at_the_slots(self, dtype, scale):
+        """Tokens without a place, and those that another takes the place of, leave neither values nor scales."""
+        pages, (k, v) = quantised_pool(dtype, scale), tokens(2, 4)
+        tables = np.array([[5, 0, -1], [1, 8, 99]], np.int32)
+        positions = np.array([[0, 5, -1, 0], [4, 8, 7, 2]], np.int32)
+        rows = [(0, 3), (0, 1), (1, 0), (1, 2), (1, 3)]
+        slots = np.array([20, 1, 32, 35, 6], np.int32)
+        at = tuple(zip(*rows, strict=True))
+        expected = after_quantised_write(pages, k[at], v[at], slots)
+        assert_same_bits(jax.jit(sk.KVPages.append)(pages, k, v, tables, positions), expected)
+
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_ties_round_to_even(self, dtype):
+        # Halfway between neighbours of each dtype.
+        ties = {"float8_e4m3fn": [17, 19, 21, 432], "float8_e5m2": [9, 11, 13, 15], "int8": [0.5, 1.5, 2.5, 126.5]}
+        even = {"float8_e4m3fn": [16, 20, 20, 448], "float8_e5m2": [8, 12, 12, 16], "int8": [0, 2, 2, 126]}
+        x = np.array(ties[dtype] + [-n for n in ties[dtype]], np.float32)
+        k = np.broadcast_to(x, (1, KV_HEADS, HEAD_DIM))
+        pages = quantised_pool(dtype).write(k, k[..., :HEAD_DIM_V], np.zeros(1, np.int32))
+        np.testing.assert_array_equal(
+            np.asarray(pages.k_pages)[0, 0, 0].astype(np.float32), even[dtype] + [-n for n in even[dtype]]
+        )
+
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_scales_per_token_round_trip(self, dtype):
+        """The largest value of each token and head is stored as the largest of the dtype, and reads back as it was."""
+        k, v = tokens(2, 10)
+        k *= np.float32(10.0) ** np.arange(-15, 15, 3, dtype=np.float32)[:, None, None]
+        k[1, 3], v[0, 2] = 0, 0
+        tables = np.array([[5, 0, 2], [1, 8, 3]], np.int32)
+        pages = quantised_pool(dtype, "token").append(k, v, tables, np.tile(np.arange(10, dtype=np.int32), (2, 1)))
+        for x, got in zip((k, v), pages.to_contiguous(tables, np.array([10, 10], np.int32)), strict=True):
+            assert got.dtype == jnp.float32
+            largest = np.abs(x).max(axis=-1, keepdims=True)
+            # Half a step of the dtype: of 1/127, or of the mantissa's 3 or 2 bits and the smallest subnormal.
+            unit = {"int8": 0, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}[dtype]
+            least = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-10 / 448, "float8_e5m2": 2**-17 / 57344}[dtype]
+            assert (np.abs(got[:, :10] - x) <= 1.00001 * np.maximum(unit * np.abs(x), least * largest)).all()
+            np.testing.assert_allclose(np.abs(got[:, :10]).max(axis=-1, keepdims=True), largest, rtol=1e-6)
+        assert (np.asarray(pages.k_scale)[8 - 7, 3] == 1).all(), "an all-zero token"
+        assert (np.asarray(pages.k_scale)[4] == 1).all(), "a page that nobody wrote"
+
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_extremes(self, dtype, scale):
+        """No infinity and no NaN of any finite value; NaN is kept, or is 0 where the dtype has none and no scale."""
+        big = np.finfo(np.float32).max
+        for value in (big, -big, np.inf, -np.inf, 1e-40, 2e-38):
+            k = np.full((1, KV_HEADS, HEAD_DIM), value, np.float32)
+            pages = quantised_pool(dtype, scale).write(k, k[..., :HEAD_DIM_V], np.zeros(1, np.int32))
+            (got, _), stored = pages.to_contiguous(np.zeros((1, 1), np.int32), np.ones(1, np.int32)), pages.k_pages
+            assert np.isfinite(got).all()
+            if abs(value) > 1:
+                np.testing.assert_array_equal(np.asarray(stored)[0, 0].astype(np.float32), np.sign(value) * MOST[dtype])
+        k[0, 0, 3] = np.nan
+        pages = quantised_pool(dtype, scale).write(k, k[..., :HEAD_DIM_V], np.zeros(1, np.int32))
+        got = np.asarray(pages.to_contiguous(np.zeros((1, 1), np.int32), np.ones(1, np.int32))[0])[0, 0]
+        assert np.isnan(got[0, 3]) == (dtype != "int8" or scale == "token")
+        assert np.isnan(got[0]).all() == (scale == "token")
+        assert np.isfinite(got[1]).all()
+
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_a_scale_per_token_is_never_subnormal(self, dtype):
+        """It could be taken for 0, and zeros beside a tiny value would be 0 / 0."""
+        k = np.zeros((1, KV_HEADS, HEAD_DIM), np.float32)
+        k[..., 2] = 4e-38
+        pages = quantised_pool(dtype, "token").write(k, k[..., :HEAD_DIM_V], np.zeros(1, np.int32))
+        assert (np.asarray(pages.k_scale)[0, 0] >= np.finfo(np.float32).tiny).all()
+        stored = np.asarray(pages.k_pages)[0, 0].astype(np.float32)
+        np.testing.assert_array_equal(np.flatnonzero(stored[0]), [2])
+        assert not np.isnan(stored).any()
+
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_from_contiguous_is_append(self, dtype, scale):
+        k, v = tokens(2, 9)
+        pages, tables = sk.KVPages.from_contiguous(
+            k, v, page_size=4, dtype=dtype, k_scale=SCALES[scale], v_scale=SCALES[scale]
+        )
+        appended = quantised_pool(dtype, scale, num_pages=6).append(
+            k, v, tables, np.tile(np.arange(9, dtype=np.int32), (2, 1))
+        )
+        assert_same_bits(pages, appended)
+        for got, pool, scales in zip(
+            pages.to_contiguous(tables, np.array([9, 9], np.int32)),
+            (pages.k_pages, pages.v_pages),
+            (pages.k_scale, pages.v_scale),
+            strict=True,
+        ):
+            values = dequantised(pool, scales).reshape(2, 12, *pool.shape[2:])
+            np.testing.assert_allclose(got[:, :9], values[:, :9], rtol=1e-6)
+
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    @pytest.mark.parametrize("page", junk_entries(NUM_PAGES))
+    def test_a_live_page_outside_the_pool_is_nan(self, dtype, page):
+        tables = np.array([[5, page, 2]], np.int32)
+        for got in quantised_pool(dtype, "token").to_contiguous(tables, np.array([12], np.int32)):
+            assert np.isnan(got).all(axis=(2, 3))[0].tolist() == [False] * 4 + [True] * 4 + [False] * 4
+
+    def test_two_kinds_of_scale_in_buffers_of_their_own(self):
+        """One array given for both: donated, they could not be one buffer, nor the caller's."""
+        scale = jnp.array([0.5, 2.0], jnp.float32)
+        pages = sk.KVPages.init(
+            num_pages=4, page_size=4, num_kv_heads=2, head_dim=8, dtype="int8", k_scale=scale, v_scale=scale
+        )
+        k = jnp.ones((1, 2, 8))
+        pages = jax.jit(sk.KVPages.write, donate_argnums=0)(pages, k, k, jnp.zeros(1, jnp.int32))
+        assert_same_bits((pages.k_scale, pages.v_scale), (scale, scale))
+        mixed = sk.KVPages.init(
+            num_pages=4, page_size=4, num_kv_heads=2, head_dim=8, dtype="int8", k_scale="per_token", v_scale=0.25
+        )
+        assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(mixed)] == [
+            ".k_pages",
+            ".v_pages",
+            ".k_scale",
+            ".v_scale",
+        ]
+        assert (mixed.k_scale.shape, mixed.v_scale.shape) == ((4, 4, 2), ())
+
+    def test_a_dtype_for_contiguous_pages_that_are_not_quantised(self):
+        k, v = tokens(2, 6)
+        pages, _ = sk.KVPages.from_contiguous(k, v, page_size=4, dtype="bfloat16")
+        assert_same_bits(pages, sk.KVPages.from_contiguous(k.astype("bfloat16"), v.astype("bfloat16"), page_size=4)[0])
+
+
 def donated_append(dtype, num_tokens):
-    """A compiled append into a pool of 2 MB or more, its arguments, and the bytes of the pool."""
-    pages = sk.KVPages.init(num_pages=512, page_size=16, num_kv_heads=2, head_dim=64, head_dim_v=32, dtype=dtype)
-    k = jnp.ones((4, num_tokens, 2, 64), dtype)
-    v = jnp.ones((4, num_tokens, 2, 32), dtype)
+    """A compiled append into a pool of 1 MB or more, its arguments, and the bytes of the pool."""
+    scale = "per_token" if dtype in QUANTISED else None
+    pages = sk.KVPages.init(
+        num_pages=512,
+        page_size=16,
+        num_kv_heads=2,
+        head_dim=64,
+        head_dim_v=32,
+        dtype=dtype,
+        k_scale=scale,
+        v_scale=scale,
+    )
+    k = jnp.ones((4, num_tokens, 2, 64), "float32" if dtype in QUANTISED else dtype)
+    v = k[..., :32]
     arguments = (pages, k, v, jnp.arange(32, dtype=jnp.int32).reshape(4, 8), jnp.zeros((4, num_tokens), jnp.int32))
     compiled = jax.jit(sk.KVPages.append, donate_argnums=0).lower(*arguments).compile()
-    return compiled, arguments, pages.k_pages.nbytes + pages.v_pages.nbytes
+    return compiled, arguments, sum(x.nbytes for x in jax.tree.leaves(pages))
 
 
 class TestDonation:
     @pytest.mark.parametrize("num_tokens", [1, 16])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", [*DTYPES, *QUANTISED])
     def test_append_writes_in_place(self, dtype, num_tokens):
         compiled, _, pool_bytes = donated_append(dtype, num_tokens)
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= pool_bytes
         if not copies_pools(dtype):
             assert memory.temp_size_in_bytes < pool_bytes / 10
+        elif dtype in QUANTISED:
+            # One copy of each pool, and none in a wider dtype.
+            assert memory.temp_size_in_bytes < 1.1 * pool_bytes
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", [*DTYPES, *QUANTISED])
     def test_the_buffers_stay_the_same(self, dtype):
         compiled, (pages, *rest), _ = donated_append(dtype, 1)
         before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)]

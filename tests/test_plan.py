@@ -174,7 +174,7 @@ class TestPlanIsAValue:
             ("warpgroups", 3, ValueError, "warpgroups=3 must be one or two for each of kv_heads_per_cta=2"),
             ("step_kv", 100, ValueError, "step_kv=100 must be a multiple of block_kv="),
             ("split_size", 100, ValueError, "split_size=100 must be a multiple of block_kv="),
-            ("kv_dtype", "int8", NotImplementedError, "kv_dtype=int8: quantised KV"),
+            ("kv_dtype", "uint8", NotImplementedError, "kv_dtype=uint8: KV quantised so"),
             ("backend", "cuda", ValueError, "backend='cuda' is not known: accepted are mosaic, reference"),
         ],
     )
@@ -329,6 +329,19 @@ class TestExplain:
         assert plan.report()["contexts"][0]["split_us"] is None
         assert plan.report()["contexts"][0]["unsplit_us"] is None
         assert len(plan.fingerprint()) == 16
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_quantised_kv_in_explain(dtype):
+    plan = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE, kv_dtype=dtype)
+    halved = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE)
+    for row, wide in zip(plan.report()["contexts"], halved.report()["contexts"], strict=True):
+        assert 2 * row["kv_bytes"] == wide["kv_bytes"]
+    assert f"KV {dtype}, up to" in plan.explain()
+    # The plan knows of no scales: what they add is said, not counted.
+    assert "KV read leaves scales out" in plan.explain()
+    assert "scales" not in halved.explain()
+    assert plan.fingerprint() != halved.fingerprint()
 
 
 class TestDecision:

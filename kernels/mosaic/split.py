@@ -86,12 +86,15 @@ def split(
     seq_lens: jax.Array,  # i32[batch]
     sm_scale: jax.Array,  # f32[]
     sinks: jax.Array | None,  # f32[num_q_heads]
+    k_scale: jax.Array | None = None,  # None: a plan of this backend has no quantised KV
+    v_scale: jax.Array | None = None,
     *,
     plan: DecodePlan,
     window: int | None,
     softcap: float | None,
 ) -> Launched:
     """Computes every split, folds what one CTA holds, and writes the outputs of the rows that are whole."""
+    del k_scale, v_scale
     batch, q_len = q.shape[:2]
     group, plan = plan.group, plan.packed(q_len)
     tile, rows = plan.mosaic_tile, batch * q_len

@@ -21,7 +21,9 @@ def split(
     block_tables: jax.Array,  # i32[batch, max_pages_per_seq]
     seq_lens: jax.Array,  # i32[batch]
     sm_scale: jax.Array,  # f32[]
-    sinks: jax.Array | None,  # f32[num_q_heads]; the combine folds them in
+    sinks: jax.Array | None = None,  # f32[num_q_heads]; the combine folds them in
+    k_scale: jax.Array | None = None,  # f32[], f32[num_kv_heads] or f32[num_pages, page_size, num_kv_heads]
+    v_scale: jax.Array | None = None,  # as k_scale
     *,
     plan: DecodePlan,
     window: int | None,
@@ -38,10 +40,10 @@ def split(
     group, head_dim_v = num_q_heads // num_kv_heads, v_pages.shape[-1]
     capacity = min(block_tables.shape[1] * page_size, plan.max_tokens)
     # A scale that the compiler knew to be a constant could be moved through the product, to other bits.
-    sm_scale = lax.optimization_barrier(sm_scale)
+    sm_scale, k_scale, v_scale = lax.optimization_barrier((sm_scale, k_scale, v_scale))
     # Varies over the mesh axes that any input does: under `shard_map` a loop carry must start out as it ends.
-    inputs = (q, k_pages, v_pages, block_tables, seq_lens, sm_scale)
-    zero = sum((jnp.zeros_like(x, jnp.float32, shape=()) for x in inputs), jnp.float32(0))
+    inputs = (q, k_pages, v_pages, block_tables, seq_lens, sm_scale, k_scale, v_scale)
+    zero = sum((jnp.zeros_like(x, jnp.float32, shape=()) for x in jax.tree.leaves(inputs)), jnp.float32(0))
     q = q.reshape(batch * q_len, num_kv_heads, group, head_dim)
     # Products of two 16-bit floats are exact in float32, so that these need no copy in float32.
     product_dtype = q.dtype if q.dtype == k_pages.dtype else jnp.float32
@@ -73,14 +75,19 @@ def split(
                 k = _gather(k_pages, pages, slots, product_dtype)  # [num_kv_heads, step_kv, head_dim]
                 # Masked by select, not by a zero weight: 0 * NaN is NaN.
                 v = jnp.where(live[:, None], _gather(v_pages, pages, slots, jnp.float32), 0.0)
-                logits = _dot("hgd,htd->hgt", q_row, k) * sm_scale
+                logits = _dot("hgd,htd->hgt", q_row, k)
+                if k_scale is not None:
+                    logits *= _scale(k_scale, pages, slots)
+                logits *= sm_scale
                 if softcap is not None:
                     logits = softcap * jnp.tanh(logits / softcap)
                 logits = jnp.where(live, logits * LOG2E, -jnp.inf)
                 m = jnp.maximum(acc.m, jnp.max(logits, axis=-1)) + poison
                 p = rescale(logits, m[..., None])
                 a = rescale(acc.m, m)
-                o = acc.o * a[..., None] + _dot("hgt,htd->hgd", p, v)
+                # Behind the select too: the scale of a dead token may be NaN.
+                weights = p if v_scale is None else jnp.where(live, p * _scale(v_scale, pages, slots), 0.0)
+                o = acc.o * a[..., None] + _dot("hgt,htd->hgd", weights, v)
                 return token + plan.step_kv, SplitPartials(o, m, acc.l * a + jnp.sum(p, axis=-1))
 
             start = (low, _empty((num_kv_heads, group), head_dim_v, zero))
@@ -117,16 +124,23 @@ def _at(x: jax.Array, i: jax.Array) -> jax.Array:
 
 def _gather(pool: jax.Array, pages: jax.Array, slots: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The tokens at (page, slot), head-major, as `dtype`."""
-    if pool.dtype.itemsize == 2:
-        # As integers: XLA's CPU backend can gather 16-bit floats through a float32 copy of the whole pool. The barrier
-        # keeps the bitcast in the loop, where it joins the gather: hoisted out, it would copy the pool too.
+    if pool.dtype.itemsize < 4:
+        # As integers: XLA's CPU backend can gather 16-bit and 8-bit floats through a wider copy of the whole pool. The
+        # barrier keeps the bitcast in the loop, where it joins the gather: hoisted out, it would copy the pool too.
         pool, pages = lax.optimization_barrier((pool, pages))
-        tokens = lax.bitcast_convert_type(pool, jnp.uint16)[pages, slots]
+        tokens = lax.bitcast_convert_type(pool, f"uint{8 * pool.dtype.itemsize}")[pages, slots]
         tokens = lax.bitcast_convert_type(tokens, pool.dtype)
     else:
         tokens = pool[pages, slots]
     # Behind the barrier the products below find plain row-major matrices, up to five times faster on a CPU.
     return lax.optimization_barrier(tokens.astype(dtype).transpose(1, 0, 2))
+
+
+def _scale(scale: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """The scales of the tokens at (page, slot), to multiply [num_kv_heads, group, step_kv] by."""
+    if scale.ndim == 3:
+        return scale[pages, slots].T[:, None, :]
+    return scale.reshape(-1, 1, 1)
 
 
 def _write(partials: SplitPartials, at: tuple[jax.Array, jax.Array], part: SplitPartials) -> SplitPartials:

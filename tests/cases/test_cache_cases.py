@@ -11,6 +11,7 @@ from jax import lax
 from support import (
     FINE,
     POISON,
+    QUANTISED,
     SPLITS,
     assert_ramp,
     assert_same_bits,
@@ -214,12 +215,54 @@ def test_b03_padding_rows_do_not_reach_the_null_page():
 # B04: writing large values to a quantised cache.
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", jnp.float8_e4m3fn, "int8"], ids=str)
-def test_b04_a_quantised_cache_is_refused(dtype):
-    with pytest.raises(NotImplementedError, match=r"quantised .* served by no backend"):
-        sk.KVPages.init(num_pages=4, page_size=16, num_kv_heads=2, head_dim=8, dtype=dtype)
-    with pytest.raises(NotImplementedError, match=r"quantised .* served by no backend"):
-        make_plan(dtype=dtype)
+def read_back(values, dtype, scale=None, rows_dtype="float32"):
+    """(stored, read): one token for each value, written and read by the library."""
+    values = jnp.asarray(values, rows_dtype)
+    k = jnp.broadcast_to(values[:, None, None], (len(values), 2, 8))
+    pages = sk.KVPages.init(
+        num_pages=1, page_size=16, num_kv_heads=2, head_dim=8, dtype=dtype, k_scale=scale, v_scale=scale
+    )
+    pages = write(pages, k, -k, jnp.arange(len(values), dtype=jnp.int32))
+    read, negated = pages.to_contiguous(np.zeros((1, 1), np.int32), np.array([len(values)], np.int32))
+    np.testing.assert_array_equal(read, -negated)
+    return [np.asarray(x).astype(np.float32)[0, : len(values), 1, 3] for x in (pages.k_pages, read)]
+
+
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        ("float8_e4m3fn", [448, 465, 500, 1000, -1000], [448, 448, 448, 448, -448]),
+        ("float8_e5m2", [57344, 62000, 65504, -65504], [57344, 57344, 57344, -57344]),
+        ("int8", [127, 128, 1000, -128, -1000], [127, 127, 127, -127, -127]),
+    ],
+)
+def test_b04_large_values_saturate(dtype, values, expected, rows_dtype):
+    np.testing.assert_array_equal(read_back(values, dtype, rows_dtype=rows_dtype)[0], expected)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0), ("int8", 127.0)])
+def test_b04_infinities_saturate_and_nan_stays(dtype, most):
+    nan = 0.0 if dtype == "int8" else np.nan
+    stored, _ = read_back([np.inf, -np.inf, np.nan, 3e38, 1.0], dtype)
+    np.testing.assert_array_equal(stored, [most, -most, nan, most, 1.0])
+
+
+@pytest.mark.parametrize("scale", [0.5, np.full(2, 0.5, np.float32)], ids=["number", "heads"])
+def test_b04_a_scale_before_saturation(scale):
+    stored, read = read_back([300.0, 100.0], "float8_e4m3fn", scale)
+    np.testing.assert_array_equal(stored, [448.0, 192.0])  # 200 is halfway between 192 and 208
+    np.testing.assert_array_equal(read, [224.0, 96.0])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int4", "float8_e4m3b11fnuz", "float4_e2m1fn"])
+def test_b04_a_dtype_whose_limits_nobody_looked_at_is_refused(dtype):
+    for call in (
+        lambda: sk.KVPages.init(num_pages=4, page_size=16, num_kv_heads=2, head_dim=8, dtype=dtype),
+        lambda: make_plan(dtype=dtype, q_dtype="float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"dtype={dtype}: KV quantised so is served by no backend"):
+            call()
 
 
 @pytest.mark.parametrize("value", [70000.0, -np.inf, np.nan])
@@ -285,8 +328,12 @@ def available_bytes():
     return 1024 * int(found[1]) if found else 0
 
 
-def test_b08_page_addresses_past_2_to_the_31_elements():
-    """Writes and reads around element 2**31 of a pool, against the same tokens in a pool of 8 pages."""
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float8_e4m3fn"])
+def test_b08_page_addresses_past_2_to_the_31_elements(dtype):
+    """Writes and reads around element 2**31 of a pool, against the same tokens in a pool of 8 pages.
+
+    A quantised pool has a scale of each token and head beside it.
+    """
     if available_bytes() < 12 * 2**30:
         pytest.skip("needs 12 GiB of available memory")
     small = random_paged(
@@ -300,7 +347,6 @@ def test_b08_page_addresses_past_2_to_the_31_elements():
         dead_entry=0,
         dtype="float16",
     )
-    small = small.replace(v_pages=small.k_pages)
     num_pages, edge = 2**17 + 8, 2**17
     page_elements = small.k_pages[0].size
     assert edge * page_elements == 2**31
@@ -313,25 +359,45 @@ def test_b08_page_addresses_past_2_to_the_31_elements():
     tables[1, 3] = -1
 
     # V of one lane: the pool that is written is K's alone.
-    pages = sk.KVPages.init(
-        num_pages=num_pages, page_size=16, num_kv_heads=8, head_dim=128, head_dim_v=1, dtype="float16"
-    )
     k = small.k_pages[used].reshape(-1, 8, 128)
-    slots = (places[:, None] * 16 + np.arange(16)).reshape(-1).astype(np.int32)
-    arguments = (pages, k, np.zeros((len(slots), 8, 1), np.float16), slots)
-    writer = write.lower(*arguments).compile()
-    # Before anything runs: a copy of the pool might not fit.
-    assert writer.memory_analysis().temp_size_in_bytes < 2**27
-    pool = writer(*arguments).k_pages
-    for page, place in zip(used, places, strict=True):
-        np.testing.assert_array_equal(bits(pool[place]), bits(small.k_pages[page]))
 
-    big = small.replace(k_pages=pool, v_pages=pool, block_tables=tables)
+    def written(num_pages, places):
+        pages = sk.KVPages.init(
+            num_pages=num_pages,
+            page_size=16,
+            num_kv_heads=8,
+            head_dim=128,
+            head_dim_v=1,
+            dtype=dtype,
+            k_scale="per_token" if dtype in QUANTISED else None,
+        )
+        slots = (places[:, None] * 16 + np.arange(16)).reshape(-1).astype(np.int32)
+        arguments = (pages, k, np.zeros((len(slots), 8, 1), np.float16), slots)
+        writer = write.lower(*arguments).compile()
+        # Before anything runs: a copy of the pool in another dtype might not fit.
+        copies = pages.k_pages.nbytes if copies_pools(dtype) else 0
+        assert writer.memory_analysis().temp_size_in_bytes < copies + 2**27
+        return writer(*arguments)
+
+    here, there = written(8, used), written(num_pages, places)
+    for page, place in zip(used, places, strict=True):
+        assert_same_bits(there.k_pages[place], here.k_pages[page])
+        if here.k_scale is not None:
+            assert_same_bits(there.k_scale[place], here.k_scale[page])
+
+    small = small.replace(k_pages=here.k_pages, v_pages=here.k_pages)
+    big = small.replace(k_pages=there.k_pages, v_pages=there.k_pages, block_tables=tables)
     plan = small.plan(3)
-    reader = jax.jit(lambda *arrays: sk.paged_decode_attention(*arrays, plan=plan, return_lse=True))
-    compiled = reader.lower(*big.arrays).compile()
+    reader = jax.jit(
+        lambda scale, *arrays: sk.paged_decode_attention(
+            *arrays, plan=plan, k_scale=scale, v_scale=scale, return_lse=True
+        )
+    )
+    compiled = reader.lower(there.k_scale, *big.arrays).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**27
-    assert_same_bits(compiled(*big.arrays), small.decode(plan))
+    assert_same_bits(
+        compiled(there.k_scale, *big.arrays), small.decode(plan, k_scale=here.k_scale, v_scale=here.k_scale)
+    )
 
 
 # B25: donation and aliasing of the cache.

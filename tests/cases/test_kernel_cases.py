@@ -8,6 +8,7 @@ import pytest
 from support import (
     FINE,
     POISON,
+    QUANTISED,
     SPLITS,
     assert_close,
     assert_ramp,
@@ -236,6 +237,15 @@ def test_b14_sinks_of_each_head(dtype):
     assert_close(case.decode(case.plan(3), **options), case.dense(**options))
 
 
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_b14_sink_of_a_quantised_cache(dtype):
+    """The sink is a logit: no scale is its."""
+    case = ones_paged([4, 0], page_size=1, width=4, dead=0.0)
+    case = case.replace(k_pages=case.k_pages.astype(dtype), v_pages=(2 * case.v_pages).astype(dtype))
+    got = case.decode(case.plan(4, **FINE), sinks=SINKS, k_scale=7.0, v_scale=0.5)
+    assert_sink(got, [[0.5, 0.25], [0.0, 0.0]], [[np.log(8), np.log(16)], SINKS])
+
+
 # B16: softcap: overflow, order, and capping after the mask.
 
 
@@ -354,13 +364,104 @@ def test_b18_pages_of_another_head_count_are_refused():
 
 # B19: scales of a quantised cache.
 
+FORMS = ("float", "array", "heads", "slots")
+
+
+def stored(k, v, dtype, *, q=1.0, heads=(2, 2)):
+    """One sequence of two tokens, a page each, whose stored keys and values are the numbers given, in every lane."""
+    shape = (1, heads[1], 64)
+    case = make_paged(
+        np.full((1, heads[0], 64), q),
+        [np.concatenate([np.full(shape, x) for x in k])],
+        [np.concatenate([np.full(shape, x) for x in v])],
+        page_size=1,
+        dead=0.0,
+    )
+    return case.replace(k_pages=case.k_pages.astype(dtype), v_pages=case.v_pages.astype(dtype))
+
+
+def scale_form(scale, form, pages):
+    shapes = {"array": (), "heads": pages.shape[2:3], "slots": pages.shape[:3]}
+    return scale if form == "float" else np.full(shapes[form], scale, np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_b19_the_scale_of_keys(dtype, form):
+    """0.999665 where it is ignored, 0.622459 where it is applied twice."""
+    case = stored([1, 0], [1, 0], dtype)
+    for splits in (1, 2):
+        out, lse = case.decode(case.plan(splits, **FINE), k_scale=scale_form(0.25, form, case.k_pages))
+        np.testing.assert_allclose(out, 1 / (1 + np.exp(-2)), rtol=1e-6)
+        np.testing.assert_allclose(lse, np.log(1 + np.exp(2)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_b19_the_scale_of_values(dtype, form):
+    """2.0 where it is ignored, 0.5 where it is applied twice, and with the split count where it is in the merge."""
+    case = stored([1, 0], [2, 2], dtype, q=0.0)
+    for splits in (1, 2):
+        out, lse = case.decode(case.plan(splits, **FINE), v_scale=scale_form(0.5, form, case.v_pages))
+        np.testing.assert_allclose(out, 1.0, rtol=1e-6)
+        np.testing.assert_allclose(lse, np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["heads", "slots"])
+def test_b19_a_scale_of_each_head(form):
+    case = stored([0, 0], [4, 4], "float8_e4m3fn", heads=(6, 3))
+    scale = (np.arange(3, dtype=np.float32) + 1) / 4
+    scale = np.broadcast_to(scale, case.v_pages.shape[:3]).copy() if form == "slots" else scale
+    out, _ = case.decode(case.plan(2, **FINE), v_scale=scale)
+    np.testing.assert_allclose(out, np.broadcast_to([[[1.0], [1], [2], [2], [3], [3]]], out.shape), rtol=1e-6)
+
+
+def test_b19_a_scale_of_each_token():
+    """Each token's own, wherever its page lies: the mean of 4 * 0.25 and 4 * 0.75."""
+    case = stored([0, 0], [4, 4], "int8")
+    scale = np.full(case.v_pages.shape[:3], np.nan, np.float32)
+    scale[case.block_tables[0], 0] = [[0.25, 0.5], [0.75, 1.0]]
+    out, _ = case.decode(case.plan(2, **FINE), v_scale=scale)
+    np.testing.assert_allclose(out[0, :, 0], [2.0, 3.0], rtol=1e-6)
+
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-@pytest.mark.parametrize("scale", [0.25, np.float32(0.25), np.ones(1, np.float32), np.ones(2, np.float32)], ids=repr)
-def test_b19_scales_are_refused_and_not_dropped(name, scale):
-    case = random_paged([5], num_q_heads=2, num_kv_heads=2)
-    with pytest.raises(NotImplementedError, match=f"{name}=.*quantised KV is served by no backend"):
-        case.decode(case.plan(1), **{name: scale})
+def test_b19_other_shapes_and_unquantised_caches_are_refused(name):
+    case = stored([1, 0], [1, 0], "float8_e5m2")
+    for shape in ((1,), (3,), (1, 2), (3, 1), (*case.k_pages.shape[:3], 1)):
+        with pytest.raises(ValueError, match=f"{name} must be a number, .* got shape"):
+            case.decode(case.plan(1), **{name: np.ones(shape, np.float32)})
+    for dtype in ("float32", "bfloat16"):
+        other = random_paged([5], num_q_heads=2, num_kv_heads=2, dtype=dtype)
+        for scale in (0.25, np.ones(2, np.float32)):
+            with pytest.raises(ValueError, match=f"{name} is for quantised pages .* got pages of {dtype}"):
+                other.decode(other.plan(1), **{name: scale})
+
+
+@pytest.mark.parametrize("scale", [0.37, "per_token"])
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_b19_written_and_read_by_the_library(dtype, scale):
+    case = random_paged([40, 17], num_q_heads=4, num_kv_heads=2, dead=0.0)
+    scale = 0.04 if (dtype, scale) == ("int8", 0.37) else scale
+    pages = sk.KVPages.init(
+        num_pages=len(case.k_pages),
+        page_size=16,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=dtype,
+        k_scale=scale,
+        v_scale=scale,
+    )
+    slots = np.arange(case.k_pages.shape[0] * 16, dtype=np.int32)
+    pages = pages.write(*(x.reshape(-1, 2, 64) for x in (case.k_pages, case.v_pages)), slots)
+    quantised = case.replace(k_pages=np.asarray(pages.k_pages), v_pages=np.asarray(pages.v_pages))
+    scales = {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
+    out, lse = quantised.decode(quantised.plan(3), **scales)
+    assert_close((out, lse), quantised.dense(**scales))
+    # And what was written is what was meant: a step of the dtype, in logits and values of order 1.
+    step = {"int8": 0.04, "float8_e4m3fn": 0.06, "float8_e5m2": 0.12}[dtype]
+    np.testing.assert_allclose(out, case.dense()[0], atol=2 * step)
+    np.testing.assert_allclose(lse, case.dense()[1], atol=2 * step)
 
 
 # B20: several query tokens of each sequence.
