@@ -1,4 +1,4 @@
-"""The mosaic kernels' own text, run on numpy: a thread a warpgroup, barriers that count, and memory that is NaN at first.
+"""The mosaic kernels' own text, run on numpy: a thread a warpgroup, barriers that count, memory that is NaN at first.
 
 What it sees that lowering does not: who waits for whom, what is read before it is written, indices out of bounds, and
 every number. What it cannot see: layouts, and what a GPU reorders. A schedule is made with numpy too.
@@ -118,6 +118,7 @@ def kernel(body, *, out_type, scratch_types, grid, grid_names, num_threads=1, th
             scratch = [make(changed) for make in scratch_types]
 
             def warpgroup(index, cta=cta, changed=changed, errors=errors, scratch=scratch):
+                np.seterr(all="ignore")  # of this thread
                 thread.warpgroup = index
                 thread.axes = dict(zip(grid_names, map(np.int32, cta), strict=True)) | {thread_name: np.int32(index)}
                 try:
@@ -161,7 +162,9 @@ def wgmma(acc, a, b):
 
 def iota(dtype, shape, axis, layout=None):
     del layout
-    return np.broadcast_to(np.arange(shape[axis], dtype=dtype).reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
+    return np.broadcast_to(
+        np.arange(shape[axis], dtype=dtype).reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape
+    )
 
 
 def run_state(body):
@@ -244,11 +247,16 @@ def emulated():
         copy_in=copy_in,
         reduce_rows=reduce_rows,
     )
-    numbers = _Instead(np, full=lambda shape, value, dtype=None: np.full(shape, value, dtype or np.asarray(value).dtype))
+    numbers = _Instead(
+        np, full=lambda shape, value, dtype=None: np.full(shape, value, dtype or np.asarray(value).dtype)
+    )
     replaced = itertools.chain(
         ((module, "jnp", numbers) for module in (schedule, split, combine, fold, partials)),
         ((split, name, value) for name, value in (("plgpu", plgpu), ("pl", pallas), ("lax", lax), ("access", access))),
-        ((combine, name, value) for name, value in (("plgpu", plgpu), ("pl", pallas), ("lax", lax), ("access", access))),
+        (
+            (combine, name, value)
+            for name, value in (("plgpu", plgpu), ("pl", pallas), ("lax", lax), ("access", access))
+        ),
         [(combine, "jax", _Instead(jax, new_ref=lambda x: Ref(np.array(x)), freeze=lambda ref: ref.array))],
     )
     with contextlib.ExitStack() as stack, np.errstate(all="ignore"):
@@ -258,7 +266,7 @@ def emulated():
 
 
 def decode(paged, plan, *, window=None, softcap=None, sinks=None):
-    """(out, lse) of the op on the arrays of a `support.Paged`; errstate does not reach threads, warnings do not matter."""
+    """(out, lse) of the op on the arrays of a `support.Paged`."""
     from splitk_jax.kernels.mosaic.combine import combine
     from splitk_jax.kernels.mosaic.split import split
 
@@ -266,8 +274,6 @@ def decode(paged, plan, *, window=None, softcap=None, sinks=None):
     one_query = q.ndim == 3
     scale = np.float32(plan.head_dim**-0.5)
     with emulated():
-        launched = split(
-            q[:, None] if one_query else q, *rest, scale, sinks, plan=plan, window=window, softcap=softcap
-        )
+        launched = split(q[:, None] if one_query else q, *rest, scale, sinks, plan=plan, window=window, softcap=softcap)
         out, lse = map(np.asarray, combine(launched, sinks, plan=plan))
     return (out[:, 0], lse[:, 0]) if one_query else (out, lse)

@@ -321,6 +321,7 @@ class TestMosaic:
             page_size=config.page_size,
             width=config.width,
             window=None if config.window is None else config.window + q_len - 1,
+            first_page=1,
             dtype=config.dtype,
         )
         got = paged.decode(config.plan, **config.options)

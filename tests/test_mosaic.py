@@ -328,6 +328,14 @@ def test_options_lower(name):
     assert packed.mosaic_tile.smem_bytes(packed.stages) <= sk.load_target(case.target).smem_per_cta_kib * 1024
 
 
+def test_more_copies_than_a_word_has_bits():
+    case = Case((4, 2), 64, page_size=8)
+    with pytest.raises(
+        ValueError, match=r"^step_kv=512 in copies of 8 tokens, .* is 64 of them; at most 32 .*block_kv"
+    ):
+        case.plan(with_tile(case.policy(), step_kv=512, block_kv=8, stages=1))
+
+
 class TestSharedMemory:
     @needs_mosaic
     @pytest.mark.parametrize(
@@ -511,6 +519,12 @@ class TestCallsThatAreRefused:
         with pytest.raises(NotImplementedError, match=r"^q_len=17: .*up to 16 .*SPLITK_JAX_KERNEL=reference"):
             case.decode(self.plan())
         assert_close(case.decode(self.plan(backend="reference")), case.dense())
+
+    def test_query_tokens_whose_partials_take_gigabytes(self):
+        with pytest.raises(
+            NotImplementedError, match=r"^q_len=16 in a batch of 64 with head_dim_v=80: .*partials.*or use"
+        ):
+            Case((32, 8), 80, batch=64, q_len=16).lower()
 
     @pytest.mark.parametrize("version", [(0, 10, 2), (0, 10, 99)])
     def test_an_older_jax(self, version, monkeypatch):

@@ -1,0 +1,131 @@
+"""The mosaic kernels on a CPU: their text on numpy, against dense attention and against themselves. See emulator.py."""
+
+import dataclasses
+
+import emulator
+import jax
+import numpy as np
+import pytest
+from support import assert_same_bits, assert_within_rounding, random_paged
+from test_mosaic import Case, needs_mosaic, with_tile
+
+pytestmark = needs_mosaic
+
+EDGES = (0, 1, 2, 63, 64, 65, 66, 127, 128, 129, 130)
+LONGEST = 700
+
+CASES = {
+    "two-kv-heads-a-cta": Case((8, 2), batch=3),
+    "two-warpgroups-a-kv-head": Case((20, 1), 64, batch=2, page_size=64),
+    "one-split": Case((2, 2), 64, splits="off", launch_ctas=3, batch=5),
+    "more-rows-than-teams": Case((4, 2), 64, batch=9, launch_ctas=3, dtype="float16"),
+    "dv80-page8": Case((4, 2), 64, 80, page_size=8, launch_ctas=5, batch=3),
+    "group3-page24-fixed": Case((3, 1), 80, page_size=24, splits="fixed_size"),
+    "pinned-33": Case((4, 1), 64, splits=33, launch_ctas=7, batch=2),
+    "window": Case((8, 2), batch=3, window=100),
+    "window1-sinks": Case((4, 2), 64, page_size=8, window=1, sinks=True, batch=4),
+    "window-fixed": Case((4, 2), 64, splits="fixed_size", window=130, softcap=5.0, batch=3),
+    "softcap-sinks-alone": Case((8, 2), 64, batch=1, softcap=3.0, sinks=True, launch_ctas=20),
+    "q2": Case((8, 2), batch=2, q_len=2),
+    "q5-window": Case((4, 2), 64, batch=2, q_len=5, window=70, launch_ctas=6),
+    "q16-mqa-page64": Case((6, 1), 64, batch=2, q_len=16, page_size=64, launch_ctas=9),
+    "q3-dv80-sinks": Case((2, 2), 64, 80, batch=3, q_len=3, sinks=True, launch_ctas=4),
+    "q8-window1-fixed": Case((4, 2), 64, batch=2, q_len=8, window=1, splits="fixed_size"),
+    "q4-few-tokens-a-split": Case((4, 2), 64, batch=2, q_len=4, splits=40, launch_ctas=30),
+}
+
+
+def draw(case, seed, **layout):
+    """A plan with narrow steps and many splits, the arrays of a batch, and the options of the call."""
+    case = dataclasses.replace(case, longest=-(-LONGEST // case.page_size) * case.page_size)
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.choice([*EDGES, *rng.integers(0, LONGEST, 12)], case.batch)]
+    lengths[0] = LONGEST - seed
+    sizes = {"split_size": 128} if case.splits == "fixed_size" else {"min_kv_per_split": 64}
+    plan = case.plan(with_tile(case.policy(**sizes), warpgroups=2, block_kv=8 if seed % 2 else 64))
+    paged = random_paged(
+        lengths,
+        num_q_heads=case.heads[0],
+        num_kv_heads=case.heads[1],
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v,
+        q_len=case.q_len,
+        page_size=case.page_size,
+        dtype=case.dtype,
+        width=case.width,
+        window=None if case.window is None else case.window + (case.q_len or 1) - 1,
+        seed=seed,
+        first_page=1,  # page 0 is NaN: what a missing page's copies are pointed at
+        **layout,
+    )
+    sinks = np.linspace(-2, 2, case.heads[0], dtype=np.float32) if case.sinks else None
+    return plan, paged, {"window": case.window, "softcap": case.softcap, "sinks": sinks}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_against_dense(name, seed):
+    plan, paged, options = draw(CASES[name], seed)
+    assert plan.num_splits > 1 or CASES[name].splits == "off"
+    assert_within_rounding(emulator.decode(paged, plan, **options), paged, **options)
+
+
+@pytest.mark.parametrize("name", ["two-kv-heads-a-cta", "dv80-page8", "window", "q5-window"])
+def test_every_schedule_same_bits(name):
+    plan, paged, options = draw(CASES[name], 2)
+    expected = emulator.decode(paged, plan, **options)
+    for launch_ctas in (1, 5, 23, 90):
+        launched = dataclasses.replace(plan, launch_ctas=launch_ctas)
+        assert_same_bits(emulator.decode(paged, launched, **options), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.q_len])
+def test_query_tokens_have_the_bits_that_they_have_alone(name):
+    plan, paged, options = draw(CASES[name], 3)
+    got, q_len = emulator.decode(paged, plan, **options), CASES[name].q_len
+    for token in range(q_len):
+        seq_lens = np.maximum(paged.seq_lens - (q_len - 1 - token), 0)
+        alone = emulator.decode(paged.replace(q=paged.q[:, token], seq_lens=seq_lens), plan, **options)
+        assert_same_bits(tuple(x[:, token] for x in got), alone)
+
+
+@pytest.mark.parametrize(
+    "name", ["two-kv-heads-a-cta", "window", "q2", "q5-window", "q16-mqa-page64", "q8-window1-fixed"]
+)
+def test_a_missing_page_is_nan_where_it_is_attended(name):
+    (plan, paged, options), page_size = draw(CASES[name], 4), CASES[name].page_size
+    seq_lens = paged.seq_lens.copy()
+    newest = (seq_lens[0] - 1) // page_size
+    seq_lens[0] = newest * page_size + 1  # of several query tokens, the last alone attends the newest page
+    paged = paged.replace(seq_lens=seq_lens)
+    got = emulator.decode(paged, plan, **options)
+    for page in (newest, newest - 1, newest // 2):
+        tables = paged.block_tables.copy()
+        tables[0, page] = -1
+        bad = paged.replace(block_tables=tables)
+        wrong = np.isnan(bad.dense(**options)[1])
+        for x, before in zip(emulator.decode(bad, plan, **options), got, strict=True):
+            assert np.isnan(x[wrong]).all()
+            assert_same_bits((x[~wrong],), (before[~wrong],))
+
+
+def test_rows_that_cannot_be_served_are_nan_alone():
+    plan, paged, options = draw(CASES["more-rows-than-teams"], 5)
+    got, seq_lens = emulator.decode(paged, plan, **options), paged.seq_lens.copy()
+    seq_lens[[2, 5]] = -1, paged.block_tables.shape[1] * 16 + 1
+    wrong = np.isin(np.arange(len(seq_lens)), [2, 5])
+    for x, before in zip(emulator.decode(paged.replace(seq_lens=seq_lens), plan, **options), got, strict=True):
+        assert np.isnan(x[wrong]).all()
+        assert_same_bits((x[~wrong],), (before[~wrong],))
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 50.0, 1e5, 1e8, 3e38])
+def test_a_softcap_of_any_size(softcap):
+    plan, paged, _ = draw(CASES["two-kv-heads-a-cta"], 6)
+    assert_within_rounding(emulator.decode(paged, plan, softcap=softcap), paged, softcap=softcap)
+
+
+@pytest.mark.parametrize("q_len", [None, 2])
+def test_x64_lowers(q_len):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        Case((8, 2), batch=64, splits=7, q_len=q_len).lower()
