@@ -125,6 +125,18 @@ def test_a_softcap_of_any_size(softcap):
     assert_within_rounding(emulator.decode(paged, plan, softcap=softcap), paged, softcap=softcap)
 
 
+@pytest.mark.parametrize("name", ["two-kv-heads-a-cta", "dv80-page8"])
+def test_infinite_sinks(name):
+    plan, paged, _ = draw(CASES[name], 7)
+    sinks = np.zeros(plan.num_q_heads, np.float32)
+    some = emulator.decode(paged, plan, sinks=sinks)
+    sinks[0], sinks[1] = np.inf, -np.inf
+    got, none = emulator.decode(paged, plan, sinks=sinks), emulator.decode(paged, plan)
+    for x, without, of_zero in zip(got, none, some, strict=True):
+        assert np.isnan(x[:, 0]).all()
+        assert_same_bits((x[:, 1], x[:, 2:]), (without[:, 1], of_zero[:, 2:]))
+
+
 @pytest.mark.parametrize("q_len", [None, 2])
 def test_x64_lowers(q_len):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

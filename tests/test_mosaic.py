@@ -449,6 +449,7 @@ class TestPlansThatAreRefused:
             ({"q_dtype": "float32", "kv_dtype": "float32"}, "q_dtype=float32, kv_dtype=float32: .*bfloat16 or float16"),
             ({"q_dtype": "float32"}, "q_dtype=float32, kv_dtype=bfloat16: .*for both"),
             ({"q_dtype": "float16"}, "q_dtype=float16, kv_dtype=bfloat16: .*for both"),
+            ({"kv_dtype": "float8_e4m3fn"}, "q_dtype=bfloat16, kv_dtype=float8_e4m3fn: .*for both.*reference"),
             *[({"head_dim": n}, f"head_dim={n}: .*serves 64, 80, 96, 112, 128, 192, 256;") for n in (48, 72, 160, 320)],
             *[({"head_dim_v": n}, f"head_dim_v={n}: .*serves 64, 80, 96, 112, 128, 192, 256;") for n in (72, 512)],
             *[({"page_size": n}, f"page_size={n}: .*serves multiples of 8;") for n in (1, 2, 4, 5, 12, 36)],
