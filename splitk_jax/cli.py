@@ -300,7 +300,14 @@ def _import_function(text: str) -> Callable[..., Any]:
 
 
 @main.command()
-@click.option("--suite", default="decode", show_default=True, metavar="NAME", help=f"Cells: {', '.join(SUITES)}.")
+@click.option(
+    "--suite",
+    default="decode",
+    show_default=True,
+    metavar="NAME",
+    help=f"Cells: {', '.join(SUITES)}. invariance: one tree against every split count; window: sliding windows, beside"
+    " contexts as long; mtp: several query tokens; smoke: small, for a CPU.",
+)
 @click.option(
     "--peers",
     default="all",

@@ -24,7 +24,7 @@ def blocks(text, language):
 
 
 def test_the_code_runs_as_written(capsys):
-    code, step, inspection = blocks(README, "python")
+    code, step, verify, inspection = blocks(README, "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     scope = {}
     exec(code, scope)
@@ -37,6 +37,11 @@ def test_the_code_runs_as_written(capsys):
     assert scope["step"]._cache_size() == 1
     assert scope["allocator"].num_free == 32 - 6
     assert not scope["out"][2].any()
+    exec(verify, scope)
+    assert scope["seq_lens"].tolist() == [23, 23, 0, 23]
+    assert scope["out"].shape == (4, 3, 8, 64)
+    assert not scope["out"][2].any()
+    assert scope["out"][[0, 1, 3]].all()
     exec(inspection, {})
     assert "scan of 24" in capsys.readouterr().out
 
