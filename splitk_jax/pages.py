@@ -127,6 +127,12 @@ class KVPages:
             raise ValueError(f"positions must be [batch] or [batch, num_tokens], got shape {list(positions.shape)}")
         batch = positions.shape[0]
         checks.require_shape("positions", positions, (batch, "num_tokens")[: positions.ndim])
+        for name, x in (("k", k), ("v", v)):
+            if x.ndim != positions.ndim + 2:
+                raise ValueError(
+                    f"{name} must be [*positions.shape, num_kv_heads, lanes], got shape {list(x.shape)} with positions of"
+                    f" shape {list(positions.shape)}: of several tokens a sequence, positions are [batch, num_tokens]"
+                )
         checks.require_shape("k", k, (*positions.shape, *self.k_pages.shape[2:]))
         checks.require_shape("v", v, (*positions.shape, *self.v_pages.shape[2:]))
         checks.require_shape("block_tables", block_tables, (batch, "max_pages_per_seq"))
