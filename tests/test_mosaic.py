@@ -858,17 +858,17 @@ class TestCombine:
         return functools.reduce(self.fold, runs)
 
     @pytest.mark.parametrize(
-        ("case", "lengths"),
+        ("case", "lengths", "few"),
         [
-            pytest.param(Case((4, 2), splits=33, launch_ctas=7), [9000], id="one-row-in-seven-teams"),
-            pytest.param(Case((2, 2), splits=20, launch_ctas=40), [16000], id="a-split-a-team"),
-            pytest.param(Case((2, 1), 256, splits=132, launch_ctas=50), [16300], id="more-than-a-copy"),
-            pytest.param(Case((4, 2), splits=33, launch_ctas=6), [3000, 0, 700, 5000], id="ragged"),
-            pytest.param(Case((2, 2), 64, launch_ctas=3), [900, 70, 1, 2600, 130], id="more-rows-than-teams"),
-            pytest.param(Case((2, 2), 80, splits=20, launch_ctas=4), [1500, 40, 0], id="dv80"),
+            pytest.param(Case((4, 2), splits=33, launch_ctas=7), [9000], True, id="one-row-in-seven-teams"),
+            pytest.param(Case((2, 2), splits=20, launch_ctas=40), [16000], False, id="a-split-a-team"),
+            pytest.param(Case((2, 1), 256, splits=132, launch_ctas=50), [16300], True, id="more-than-a-copy"),
+            pytest.param(Case((4, 2), splits=33, launch_ctas=6), [3000, 0, 700, 5000], False, id="ragged"),
+            pytest.param(Case((2, 2), 64, launch_ctas=3), [900, 70, 1, 2600, 130], True, id="more-rows-than-teams"),
+            pytest.param(Case((2, 2), 80, splits=20, launch_ctas=4), [1500, 40, 0], False, id="dv80"),
         ],
     )
-    @pytest.mark.parametrize("few", [True, False])
+    # In copies of many runs or of one: which of them a batch takes moves no number.
     def test_folds_what_was_written(self, case, lengths, few, monkeypatch):
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
