@@ -130,8 +130,8 @@ class KVPages:
         for name, x in (("k", k), ("v", v)):
             if x.ndim != positions.ndim + 2:
                 raise ValueError(
-                    f"{name} must be [*positions.shape, num_kv_heads, lanes], got shape {list(x.shape)} with positions of"
-                    f" shape {list(positions.shape)}: of several tokens a sequence, positions are [batch, num_tokens]"
+                    f"{name} must be [*positions.shape, num_kv_heads, lanes], got shape {list(x.shape)} with positions"
+                    f" of shape {list(positions.shape)}: of several tokens a row, positions are [batch, num_tokens]"
                 )
         checks.require_shape("k", k, (*positions.shape, *self.k_pages.shape[2:]))
         checks.require_shape("v", v, (*positions.shape, *self.v_pages.shape[2:]))
