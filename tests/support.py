@@ -94,6 +94,13 @@ def assert_same_bits(got, expected):
         np.testing.assert_array_equal(bits(a), bits(b))
 
 
+def assert_nan_alone(got, wrong, expected):
+    """Checks that results are NaN where a mask says so, and have the bits that are expected everywhere else."""
+    for x, before in zip(got, expected, strict=True):
+        assert np.isnan(x[wrong]).all()
+        assert_same_bits(x[~wrong], before[~wrong])
+
+
 @dataclasses.dataclass(frozen=True)
 class Paged:
     """The arrays of one decode call, on the host."""
@@ -134,6 +141,13 @@ class Paged:
         assert out.dtype == self.q.dtype
         assert lse.dtype == np.float32
         return np.asarray(out), np.asarray(lse)
+
+    def query_tokens(self):
+        """Each of several query tokens, and the call that decodes it alone at its position."""
+        q_len = self.q.shape[1]
+        for token in range(q_len):
+            seq_lens = np.maximum(self.seq_lens - (q_len - 1 - token), 0).astype(np.int32)
+            yield token, self.replace(q=self.q[:, token], seq_lens=seq_lens)
 
     def dense(self, **options):
         """(out, lse) of `dense_attention`."""

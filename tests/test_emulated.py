@@ -6,7 +6,7 @@ import emulator
 import jax
 import numpy as np
 import pytest
-from support import assert_same_bits, assert_within_rounding, random_paged
+from support import assert_nan_alone, assert_same_bits, assert_within_rounding, random_paged
 from test_mosaic import Case, needs_mosaic, with_tile
 
 pytestmark = needs_mosaic
@@ -82,11 +82,9 @@ def test_every_schedule_same_bits(name):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.q_len])
 def test_query_tokens_have_the_bits_that_they_have_alone(name):
     plan, paged, options = draw(CASES[name], 3)
-    got, q_len = emulator.decode(paged, plan, **options), CASES[name].q_len
-    for token in range(q_len):
-        seq_lens = np.maximum(paged.seq_lens - (q_len - 1 - token), 0)
-        alone = emulator.decode(paged.replace(q=paged.q[:, token], seq_lens=seq_lens), plan, **options)
-        assert_same_bits(tuple(x[:, token] for x in got), alone)
+    got = emulator.decode(paged, plan, **options)
+    for token, alone in paged.query_tokens():
+        assert_same_bits([x[:, token] for x in got], emulator.decode(alone, plan, **options))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +101,7 @@ def test_a_missing_page_is_nan_where_it_is_attended(name):
         tables = paged.block_tables.copy()
         tables[0, page] = -1
         bad = paged.replace(block_tables=tables)
-        wrong = np.isnan(bad.dense(**options)[1])
-        for x, before in zip(emulator.decode(bad, plan, **options), got, strict=True):
-            assert np.isnan(x[wrong]).all()
-            assert_same_bits((x[~wrong],), (before[~wrong],))
+        assert_nan_alone(emulator.decode(bad, plan, **options), np.isnan(bad.dense(**options)[1]), got)
 
 
 def test_rows_that_cannot_be_served_are_nan_alone():
@@ -114,9 +109,7 @@ def test_rows_that_cannot_be_served_are_nan_alone():
     got, seq_lens = emulator.decode(paged, plan, **options), paged.seq_lens.copy()
     seq_lens[[2, 5]] = -1, paged.block_tables.shape[1] * 16 + 1
     wrong = np.isin(np.arange(len(seq_lens)), [2, 5])
-    for x, before in zip(emulator.decode(paged.replace(seq_lens=seq_lens), plan, **options), got, strict=True):
-        assert np.isnan(x[wrong]).all()
-        assert_same_bits((x[~wrong],), (before[~wrong],))
+    assert_nan_alone(emulator.decode(paged.replace(seq_lens=seq_lens), plan, **options), wrong, got)
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 50.0, 1e5, 1e8, 3e38])
