@@ -280,10 +280,11 @@ def require_served_by_mosaic(plan: DecodePlan, q: jax.Array, *, runs: bool) -> N
         raise NotImplementedError(f"q_len={q_len}: the mosaic backend serves up to {MAX_Q_LEN} query tokens; {instead}")
     if q_len > 1:
         batch, packed = q.shape[0], plan.packed(q_len)
-        if not packed.mosaic_tile.direct and packed.scratch_bytes(batch * q_len) > MAX_SCRATCH_BYTES:
+        needed = packed.scratch_bytes(batch * q_len)
+        if not packed.mosaic_tile.direct and needed > MAX_SCRATCH_BYTES:
             raise NotImplementedError(
                 f"q_len={q_len} in a batch of {batch} with head_dim_v={plan.head_dim_v}: the mosaic backend would need"
-                f" {packed.scratch_bytes(batch * q_len)} bytes of partials, and serves up to {MAX_SCRATCH_BYTES};"
+                f" {needed} bytes of partials, and serves up to {MAX_SCRATCH_BYTES};"
                 f" decode fewer sequences or tokens at once, or {instead}"
             )
     if jax.__version_info__ < MOSAIC_JAX:

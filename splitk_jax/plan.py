@@ -323,8 +323,6 @@ class DecodePlan:
         kv_heads = tile.kv_heads if blocks == 1 else 1
         parts = 2 if kv_heads == 1 and self.warpgroups > 1 and blocks % 2 == 0 else 1
         tile = replace(tile, group=group, heads=group // blocks, blocks=blocks, kv_heads=kv_heads, parts=parts)
-        target = self.policy.target
-        kib = None if target is None else target.smem_per_cta_kib
         stages = self.stages * self.kv_heads_per_cta // kv_heads
         return replace(
             self,
@@ -333,7 +331,7 @@ class DecodePlan:
             kv_heads_per_cta=kv_heads,
             warpgroups=tile.warpgroups,
             ctas=self.num_kv_heads // kv_heads * tile.ctas_per_kv_head,
-            stages=tile.stages_that_fit(stages, None if kib is None else kib * 1024),
+            stages=tile.stages_that_fit(stages, _smem_limit(self.policy.target)),
         )
 
     @property
@@ -347,9 +345,14 @@ class DecodePlan:
         return ceil_div(self.num_splits, RUN_SPLITS)
 
     @property
+    def run_splits(self) -> int:
+        """Splits of a whole run."""
+        return min(RUN_SPLITS, self.num_splits)
+
+    @property
     def scratch_splits(self) -> int:
         """Splits whose outputs a scratch slot of the mosaic backend has room for: whole runs of them."""
-        return self.runs * min(RUN_SPLITS, self.num_splits)
+        return self.runs * self.run_splits
 
     @property
     def scratch_weights(self) -> int:
@@ -428,12 +431,12 @@ class DecodePlan:
                 f"group={self.group} in CTAs of heads_per_cta={self.heads_per_cta}",
                 f"groups in equal parts of at most {MAX_COLUMNS} heads",
             )
-        needed = tile.smem_bytes(self.stages)
-        if target is not None and target.smem_per_cta_kib is not None and needed > target.smem_per_cta_kib * 1024:
+        needed, limit = tile.smem_bytes(self.stages), _smem_limit(target)
+        if target is not None and limit is not None and needed > limit:
             raise ValueError(
                 f"stages={self.stages} of step_kv={self.step_kv} tokens need {needed} bytes of shared memory at"
                 f" head_dim={self.head_dim}, head_dim_v={self.head_dim_v}, and {target.name} has"
-                f" {target.smem_per_cta_kib * 1024} a CTA: state fewer stages or a shorter step in its tile row"
+                f" {limit} a CTA: state fewer stages or a shorter step in its tile row"
             )
 
     def edges(self, seq_len: Any, *, window: int | None = None, xp: Any = np) -> SplitEdges:
@@ -705,13 +708,17 @@ def _fitted(
     )
     if row.stages is None:
         return tile, None
-    kib = None if target is None else target.smem_per_cta_kib
     return tile.fitted(
         num_kv_heads=num_kv_heads,
         warpgroups=row.warpgroups,
         stages=row.stages,
-        limit=None if kib is None else kib * 1024,
+        limit=_smem_limit(target),
     )
+
+
+def _smem_limit(target: Target | None) -> int | None:
+    """Bytes of shared memory of a CTA; None where it is not known."""
+    return None if target is None or target.smem_per_cta_kib is None else target.smem_per_cta_kib * 1024
 
 
 def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:

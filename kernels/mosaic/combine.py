@@ -19,7 +19,7 @@ from splitk_jax.kernels.mosaic.fold import finish, fold_sink, weights
 from splitk_jax.kernels.mosaic.schedule import Merge
 from splitk_jax.kernels.mosaic.split import Launched, first_row
 from splitk_jax.kernels.partials import SplitPartials
-from splitk_jax.plan import RUN_SPLITS, DecodePlan
+from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import ceil_div
 from splitk_jax.tiles import WARPGROUP
 
@@ -49,7 +49,7 @@ def combine(
     if plan.num_splits > 1 or not tile.direct:
         slots, head_blocks = partials.o.shape[:2]
         few = plan.num_q_heads * slots <= FEW_CTAS * plan.launch_ctas
-        in_run = min(RUN_SPLITS, plan.num_splits)
+        in_run = plan.run_splits
         # Runs of a copy; copies; and how many of them are on their way at once.
         runs = ceil_div(plan.runs, ceil_div(plan.runs, CHUNK)) if few else 1
         copies = ceil_div(plan.runs, runs)
@@ -120,10 +120,7 @@ def combine(
                     for ref in (m_gmem, l_gmem)
                 )
                 m = [jnp.where(is_written, x, -jnp.inf) for is_written, x in zip(written, m, strict=True)]
-                m_all = m[0]
-                for x in m[1:]:
-                    m_all = jnp.maximum(m_all, x)
-                m_all = jnp.max(m_all)
+                m_all = jnp.max(functools.reduce(jnp.maximum, m))
                 for i, part in enumerate(threads):
                     near, far = weights(m[i], jnp.full_like(m[i], m_all))
                     near_smem[part] = jnp.where(written[i], near, NOT_WRITTEN)

@@ -67,9 +67,7 @@ def fold_sink(acc: SplitPartials, sink: jax.Array, across: Callable[[jax.Array],
     logit = sink * LOG2E
     m_sink = to_whole(logit)
     l_sink = jnp.where(logit == -jnp.inf, 0.0, jnp.exp2(logit - m_sink))
-    m = jnp.maximum(acc.m, m_sink)
-    (a, a_far), (b, b_far) = weights(acc.m, m), weights(m_sink, m)
-    return SplitPartials(o=acc.o * across(a) * across(a_far), m=m, l=acc.l * a * a_far + l_sink * b * b_far)
+    return fold(acc, SplitPartials(o=across(jnp.zeros_like(m_sink)), m=m_sink, l=l_sink), across)
 
 
 def finish(acc: SplitPartials, across: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
