@@ -379,6 +379,17 @@ class TestMosaic:
         )
         rows.check(chosen, (out[:, 0], lse[:, 0]))
 
+    @pytest.mark.parametrize("size", [1, 17])
+    def test_no_call_is_fused_with_a_slice(self, size):
+        """A CUDA graph would be updated at each launch, which takes longer than the kernels do."""
+        rows = company("gqa-llama")
+        q, *rest = map(jnp.asarray, rows.batch(np.arange(size)).arrays)
+        decode = functools.partial(sk.paged_decode_attention, plan=rows.config.plan)
+        step = jax.jit(lambda q: decode(decode(q, *rest), *rest), donate_argnums=0)
+        text = str(step.lower(q).compile().as_text())
+        assert text.count("mosaic_gpu") >= 2
+        assert "dynamic-slice-fusion" not in text
+
     def test_a_table_and_a_batch_of_nothing(self):
         rows = company("gqa-llama")
         out, lse = rows.decode(np.zeros(0, int))

@@ -1,6 +1,6 @@
 """The mosaic backend without its GPU: what it lowers to, what it refuses by name, and its schedule, replayed.
 
-What it computes is for `test_gpu.py`: no emulation of a Hopper's tensor cores is at hand.
+What it computes is for `test_emulated.py` and, on a Hopper, `test_gpu.py`.
 """
 
 import collections
@@ -679,6 +679,10 @@ class Replay:
         return self.rows[row].tokens / self.rows[row].splits / plan.step_kv + SPLIT_OVERHEAD
 
 
+def scheduled(plan, lengths, tables, q_len=1):
+    return jax.jit(functools.partial(make_schedule, plan=plan, window=None, q_len=q_len))(lengths, tables)
+
+
 class TestSchedule:
     """Under the promotion rules of conftest.py, so that no rank or dtype is promoted in it."""
 
@@ -813,7 +817,7 @@ class TestSchedule:
         tables = rng.integers(0, 9, (17, 256), dtype=np.int32)
 
         def trees(plan):
-            rows = np.asarray(make_schedule(lengths, tables, plan=plan, window=None).rows)
+            rows = np.asarray(scheduled(plan, lengths, tables).rows)
             return rows[rows[:, 0].argsort()]
 
         expected = trees(plan)
@@ -826,7 +830,7 @@ class TestSchedule:
         lengths = np.array([89, 12, 33, 1, 2, 260, 214, 164, 24, 3908, 3412, 294, 220, 301, 25, 3, 397], np.int32)
         plan = dataclasses.replace(Case(splits="off").plan(), launch_ctas=66)
         assert plan.launch_teams < len(lengths)
-        replay = Replay(plan, make_schedule(lengths, np.zeros((17, 256), np.int32), plan=plan, window=None))
+        replay = Replay(plan, scheduled(plan, lengths, np.zeros((17, 256), np.int32)))
         assert replay.teams[-1] == []
         assert replay.finished == dict.fromkeys(range(17), 1)
 
@@ -835,8 +839,24 @@ class TestSchedule:
         plan = Case((64, 8), splits="off").plan()
         lengths = np.full(plan.launch_teams, 300, np.int32)
         tables = np.zeros((len(lengths), 256), np.int32)
-        merge = make_schedule(lengths, tables, plan=plan, window=None).merge
+        merge = scheduled(plan, lengths, tables).merge
         assert not np.asarray(merge)[:, Merge._fields.index("splits")].any()
+
+    @pytest.mark.parametrize(("batch", "splits", "q_len"), [(1, 33, 1), (1, 132, 4), (17, 7, 1)])
+    def test_no_record_is_a_slice(self, batch, splits, q_len):
+        """A call that reads a slice becomes one command with it, for which a CUDA graph is updated at each launch."""
+        make = functools.partial(make_schedule, plan=Case(batch=batch, splits=splits).plan(), window=None, q_len=q_len)
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, 256)))
+
+        def made_by(jaxpr, i):
+            eqn = next(eqn for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars)
+            if "jaxpr" in eqn.params:
+                return made_by(eqn.params["jaxpr"].jaxpr, eqn.outvars.index(jaxpr.outvars[i]))
+            return eqn.primitive.name
+
+        jaxpr = jax.make_jaxpr(make)(*shapes).jaxpr
+        makers = {made_by(jaxpr, i) for i in range(len(jaxpr.outvars))}
+        assert not makers & {"slice", "dynamic_slice", "reshape", "squeeze"}, makers
 
 
 @needs_mosaic

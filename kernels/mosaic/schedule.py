@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
 from splitk_jax.policy import ceil_div
-from splitk_jax.tiles import WARPGROUP
 
 SPLIT_OVERHEAD = 0.1
 """What a split costs beside its tokens, in pipeline steps: its fold, of which most hides behind the loads."""
@@ -274,7 +273,9 @@ def make_schedule(
     nth = jnp.cumsum(read.astype(jnp.int32), axis=1) - 1
     chosen = read[:, None, :] & (nth[:, None, :] == index[None, :, None])
     reads = jnp.sum(jnp.where(chosen, entry[:, None, :], 0), axis=2)
-    written = jnp.pad(written.reshape(len(used), -1), ((0, 0), (0, WARPGROUP)))[:, : plan.scratch_weights]
+    written = written.reshape(len(used), -1)
+    # Not cut to size: XLA makes one command of a call and a slice that it reads, which a CUDA graph updates each time.
+    written = jnp.pad(written, ((0, 0), (0, plan.scratch_weights - written.shape[1])))
     merge = Merge(rec.row[merged], jnp.where(used, of_row, 0), jnp.sum(read, axis=1))
 
     first = Row(*(x[row] for x in rec))
