@@ -15,7 +15,16 @@ import numpy as np
 from splitk_jax import decision, report
 from splitk_jax.policy import Policy, ceil_div, num_splits, workspace_slots
 from splitk_jax.target import BACKENDS, FLOAT_DTYPES, KV_DTYPES, QUANTISED_DTYPES, Target, Tile, whole_number
-from splitk_jax.tiles import MAX_COLUMNS, MAX_COPIES, MOSAIC_DTYPES, MOSAIC_HEAD_DIMS, ROWS, WARPGROUP, MosaicTile
+from splitk_jax.tiles import (
+    MAX_COLUMNS,
+    MAX_COPIES,
+    MOSAIC_DTYPES,
+    MOSAIC_HEAD_DIMS,
+    MOSAIC_QUANTISED_HEAD_DIMS,
+    ROWS,
+    WARPGROUP,
+    MosaicTile,
+)
 
 TREE_VERSION = 3
 """Moves when the split rules or the fold change, since bits move with them."""
@@ -402,11 +411,17 @@ class DecodePlan:
         target = self.policy.target
         if target is not None and target.arch != "sm_90":
             refuse(f"target {target.name} ({target.arch})", "sm_90")
-        if self.q_dtype != self.kv_dtype or self.kv_dtype not in MOSAIC_DTYPES:
-            refuse(f"q_dtype={self.q_dtype}, kv_dtype={self.kv_dtype}", f"{' or '.join(MOSAIC_DTYPES)} for both")
+        quantised = self.kv_dtype in QUANTISED_DTYPES
+        if self.q_dtype not in MOSAIC_DTYPES or not (quantised or self.q_dtype == self.kv_dtype):
+            refuse(
+                f"q_dtype={self.q_dtype}, kv_dtype={self.kv_dtype}",
+                f"{' or '.join(MOSAIC_DTYPES)} for both, or such queries of {', '.join(QUANTISED_DTYPES)}",
+            )
+        head_dims = MOSAIC_QUANTISED_HEAD_DIMS if quantised else MOSAIC_HEAD_DIMS
         for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in MOSAIC_HEAD_DIMS:
-                refuse(f"{name}={getattr(self, name)}", ", ".join(map(str, MOSAIC_HEAD_DIMS)))
+            if getattr(self, name) not in head_dims:
+                of = f" with kv_dtype={self.kv_dtype}" if quantised else ""
+                refuse(f"{name}={getattr(self, name)}{of}", ", ".join(map(str, head_dims)))
         if self.stages is None:
             raise ValueError(
                 "stages=None: the mosaic backend needs the number of pipeline stages; state it in the tile row"

@@ -19,9 +19,14 @@ MAX_COPIES = 32
 
 MOSAIC_DTYPES = ("bfloat16", "float16")
 MOSAIC_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+MOSAIC_QUANTISED_HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Those whose rows of one byte a lane can be swizzled."""
 
 REDUCTION_BYTES = 2048
 """Shared memory through which the warps of one KV head reduce."""
+
+WIDE_STAGES = 2
+"""Steps of quantised values that a CTA has room for as float16."""
 
 SMEM_ALIGNMENT = 1024
 """Bytes; Mosaic aligns each buffer to it, as swizzled tiles need."""
@@ -50,7 +55,7 @@ class MosaicTile:
       parts: warpgroups of a CTA that share a KV head.
       head_dim, head_dim_v: lanes of a key and of a value.
       page_size, block_kv, step_kv: tokens of a page, between split edges, and of one pipeline stage.
-      itemsize: bytes of a K/V element.
+      itemsize: bytes of a K/V element; of one byte, quantised, they are widened to float16 in the kernel.
     """
 
     group: int
@@ -97,9 +102,20 @@ class MosaicTile:
 
     @property
     def swizzle(self) -> int:
-        """Bytes of the shared-memory swizzle: the widest of 128, 64 and 32 that divides both head dims."""
-        lanes = next(n for n in (64, 32, 16) if self.head_dim % n == 0 and self.head_dim_v % n == 0)
-        return lanes * self.itemsize
+        """Bytes of the swizzle of what is multiplied: the widest of 128, 64 and 32 whose lanes divide both head dims."""
+        return 2 * self._swizzle_lanes(64, 32, 16)
+
+    @property
+    def kv_lanes(self) -> int:
+        """Lanes of one swizzled row of keys and values as they are loaded."""
+        return self._swizzle_lanes(128, 64, 32) if self.quantised else self.swizzle // 2
+
+    def _swizzle_lanes(self, *accepted: int) -> int:
+        return next(n for n in accepted if self.head_dim % n == 0 and self.head_dim_v % n == 0)
+
+    @property
+    def quantised(self) -> bool:
+        return self.itemsize == 1
 
     @property
     def copy_rows(self) -> int:
@@ -121,16 +137,22 @@ class MosaicTile:
         stage = stages * self.kv_heads * self.step_kv
         buffers = [
             stage * self.head_dim * self.itemsize,
-            stage * self.rows_v * self.itemsize,
-            self.warpgroups * self.cols * self.head_dim * self.itemsize,
-            self.warpgroups * self.cols * self.step_kv * self.itemsize,
-            self.warpgroups * self.cols * self.rows_v * self.itemsize,
+            stage * (self.head_dim_v if self.quantised else self.rows_v) * self.itemsize,
+            self.warpgroups * self.cols * self.head_dim * 2,
+            self.warpgroups * self.cols * self.step_kv * 2,
+            self.warpgroups * self.cols * self.rows_v * 2,
+            *(self._wide_bytes() if self.quantised else ()),
             self.warpgroups * REDUCTION_BYTES,
             stages * 4,
             WARPGROUP * 4,
             *[stages * 8] * 4,
         ]
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
+
+    def _wide_bytes(self) -> tuple[int, ...]:
+        """Of quantised values once more as float16, and what goes with them."""
+        wide = WIDE_STAGES * self.kv_heads
+        return wide * self.step_kv * self.rows_v * 2, wide * 4, self.warpgroups * self.cols * 4, wide * 8, wide * 8
 
     def stages_that_fit(self, stages: int, limit: int | None) -> int:
         """Of so many stages, as many as fit in `limit` bytes of shared memory, where it is known; at least one."""
@@ -144,12 +166,15 @@ class MosaicTile:
         Args:
           num_kv_heads: of the model.
           warpgroups: of a CTA, at most.
-          stages: of a CTA, at most; fewer where they do not fit.
+          stages: of a CTA, at most, and twice as many of quantised K/V; fewer where they do not fit.
           limit: bytes of shared memory of a CTA; None where it is not known.
         """
 
+        # Twice as many steps of half the bytes are as much on its way.
+        most = 2 * stages if self.quantised else stages
+
         def fit(tile: MosaicTile) -> int:
-            return tile.stages_that_fit(stages, limit)
+            return tile.stages_that_fit(most, limit)
 
         half = self.step_kv // 2
         if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == half % ROWS == half % self.block_kv == 0:

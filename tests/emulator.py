@@ -102,7 +102,7 @@ class Barrier:
 
 def junk(shape, dtype):
     dtype = np.dtype(dtype)
-    return np.full(shape, 2**30 if dtype.kind in "iu" else np.nan, dtype)
+    return np.full(shape, np.iinfo(dtype).max // 2 if dtype.kind in "iu" else np.nan, dtype)
 
 
 def kernel(body, *, out_type, scratch_types, grid, grid_names, num_threads=1, thread_name="wg", compiler_params=None):
@@ -156,7 +156,9 @@ def copy_in(src, dst, barrier, *, wanted):
 
 
 def wgmma(acc, a, b):
-    product = a.array.astype(np.float64) @ b.array.astype(np.float64)
+    a = a.array if isinstance(a, Ref) else a
+    assert a.dtype == b.dtype
+    product = a.astype(np.float64) @ b.array.astype(np.float64)
     acc.array[...] = (acc.array + product).astype(np.float32)
 
 
@@ -192,6 +194,14 @@ def fori_loop(start, stop, body, carry):
     return carry
 
 
+def make_schedule(seq_lens, block_tables, **options):
+    """The mosaic backend's schedule, computed by numpy: nothing is compiled."""
+    from splitk_jax.kernels.mosaic import schedule
+
+    with mock.patch.object(schedule, "jnp", np), np.errstate(all="ignore"):
+        return schedule.make_schedule(np.asarray(seq_lens), np.asarray(block_tables), **options)
+
+
 class _Instead:
     """A module with some names replaced."""
 
@@ -215,6 +225,7 @@ def emulated():
         SMEM=lambda shape, dtype, transforms=(): lambda changed: Ref(junk(shape, dtype)),
         Barrier=lambda num_arrivals, num_barriers: functools.partial(Barriers, num_arrivals, num_barriers),
         commit_smem=lambda: None,
+        set_max_registers=lambda n, action: None,
         barrier_wait=lambda barrier: barrier.wait(),
         barrier_arrive=lambda barrier: barrier.arrive(),
         layout_cast=lambda x, layout: x,
@@ -237,12 +248,16 @@ def emulated():
         rem=lambda a, b: a - div(a, b) * b,
         cond=lambda which, yes, no: yes() if which else no(),
         fori_loop=fori_loop,
-        broadcast_in_dim=lambda x, shape, axes: np.broadcast_to(x[None, :], shape),
+        broadcast_in_dim=lambda x, shape, axes: np.broadcast_to(np.expand_dims(x, 1 - axes[0]), shape),
         shift_right_logical=lambda a, b: a >> b,
+        bitcast_convert_type=lambda x, dtype: x.view(dtype),
         optimization_barrier=lambda x: x,
     )
     access = types.SimpleNamespace(
         load=lambda ref, layout: np.array(ref.array),
+        load_tile=lambda ref, layout: np.array(ref.array),
+        to_half=lambda x, layout: x.astype(np.float16),
+        half_operand=lambda x: x.astype(np.float16),
         store=lambda ref, value: ref.__setitem__(..., value),
         copy_in=copy_in,
         reduce_rows=reduce_rows,
@@ -265,7 +280,7 @@ def emulated():
         yield
 
 
-def decode(paged, plan, *, window=None, softcap=None, sinks=None):
+def decode(paged, plan, *, window=None, softcap=None, sinks=None, k_scale=None, v_scale=None):
     """(out, lse) of the op on the arrays of a `support.Paged`."""
     from splitk_jax.kernels.mosaic.combine import combine
     from splitk_jax.kernels.mosaic.split import split
@@ -274,6 +289,7 @@ def decode(paged, plan, *, window=None, softcap=None, sinks=None):
     one_query = q.ndim == 3
     scale = np.float32(plan.head_dim**-0.5)
     with emulated():
-        launched = split(q[:, None] if one_query else q, *rest, scale, sinks, plan=plan, window=window, softcap=softcap)
+        q, scales = q[:, None] if one_query else q, (None if x is None else np.asarray(x) for x in (k_scale, v_scale))
+        launched = split(q, *rest, scale, sinks, *scales, plan=plan, window=window, softcap=softcap)
         out, lse = map(np.asarray, combine(launched, sinks, plan=plan))
     return (out[:, 0], lse[:, 0]) if one_query else (out, lse)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import assert_nan_alone, assert_same_bits, assert_within_rounding, random_paged
 from test_mosaic import Case, needs_mosaic, with_tile
+from test_quantised import quantise
 
 pytestmark = needs_mosaic
 
@@ -31,18 +32,23 @@ CASES = {
     "q16-mqa-page64": Case((6, 1), 64, batch=2, q_len=16, page_size=64, launch_ctas=9),
     "q3-dv80-sinks": Case((2, 2), 64, 80, batch=3, q_len=3, sinks=True, launch_ctas=4),
     "q8-window1-fixed": Case((4, 2), 64, batch=2, q_len=8, window=1, splits="fixed_size"),
+    "e4m3": Case((8, 2), batch=3, kv_dtype="float8_e4m3fn"),
+    "e5m2-q3-window": Case((4, 2), 64, batch=2, kv_dtype="float8_e5m2", q_len=3, window=70, page_size=8),
+    "int8-dv96-sinks": Case((4, 1), 64, 96, batch=4, kv_dtype="int8", sinks=True, launch_ctas=7),
+    "e4m3-f16-mqa": Case((20, 1), 64, batch=2, page_size=64, dtype="float16", kv_dtype="float8_e4m3fn"),
     "q4-few-tokens-a-split": Case((4, 2), 64, batch=2, q_len=4, splits=40, launch_ctas=30),
 }
 
 
-def draw(case, seed, **layout):
-    """A plan with narrow steps and many splits, the arrays of a batch, and the options of the call."""
-    case = dataclasses.replace(case, longest=-(-LONGEST // case.page_size) * case.page_size)
+def draw(case, seed, *, longest=LONGEST, narrow=True):
+    """A plan, where `narrow` of short steps, the arrays of a batch, and the options of the call."""
+    case = dataclasses.replace(case, longest=-(-longest // case.page_size) * case.page_size)
     rng = np.random.default_rng(seed)
-    lengths = [int(n) for n in rng.choice([*EDGES, *rng.integers(0, LONGEST, 12)], case.batch)]
-    lengths[0] = LONGEST - seed
+    lengths = [int(n) for n in rng.choice([*EDGES, *rng.integers(0, longest, 12)], case.batch)]
+    lengths[0] = longest - seed
     sizes = {"split_size": 128} if case.splits == "fixed_size" else {"min_kv_per_split": 64}
-    plan = case.plan(with_tile(case.policy(**sizes), warpgroups=2, block_kv=8 if seed % 2 else 64))
+    policy = case.policy(**sizes)
+    plan = case.plan(with_tile(policy, warpgroups=2, block_kv=8 if seed % 2 else 64) if narrow else policy)
     paged = random_paged(
         lengths,
         num_q_heads=case.heads[0],
@@ -56,10 +62,13 @@ def draw(case, seed, **layout):
         window=None if case.window is None else case.window + (case.q_len or 1) - 1,
         seed=seed,
         first_page=1,  # page 0 is NaN: what a missing page's copies are pointed at
-        **layout,
     )
     sinks = np.linspace(-2, 2, case.heads[0], dtype=np.float32) if case.sinks else None
-    return plan, paged, {"window": case.window, "softcap": case.softcap, "sinks": sinks}
+    options = {"window": case.window, "softcap": case.softcap, "sinks": sinks}
+    if case.kv_dtype is not None:
+        stored = quantise(paged, case.kv_dtype, *(("head", "tensor") if seed % 2 else ("none", "head")))
+        paged, options = stored.paged, options | stored.scales
+    return plan, paged, options
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -110,6 +119,18 @@ def test_rows_that_cannot_be_served_are_nan_alone():
     seq_lens[[2, 5]] = -1, paged.block_tables.shape[1] * 16 + 1
     wrong = np.isin(np.arange(len(seq_lens)), [2, 5])
     assert_nan_alone(emulator.decode(paged.replace(seq_lens=seq_lens), plan, **options), wrong, got)
+
+
+def test_queries_of_any_size_meet_quantised_pages():
+    """Each is brought into float16's range by a power of two of its own, which the scale takes out again."""
+    plan, paged, options = draw(CASES["e4m3"], 8)
+    expected = emulator.decode(paged, plan, **options)
+    exponents = 25 * np.arange(plan.num_q_heads, dtype=np.float32) - 90
+    sizes = paged.replace(q=(paged.q.astype(np.float32) * np.exp2(exponents)[:, None]).astype(paged.q.dtype))
+    for head in (0, plan.num_q_heads - 1):
+        scales = options | {"k_scale": np.exp2(-exponents[head])}
+        got = emulator.decode(sizes, plan, **scales)
+        assert_same_bits([x[:, head] for x in got], [x[:, head] for x in expected])
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 50.0, 1e5, 1e8, 3e38])

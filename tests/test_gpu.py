@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from battery import CONFIGS, Config, random_batches
 from support import assert_nan_alone, assert_same_bits, assert_within_rounding, bits, junk_entries, make_paged
+from test_emulated import draw
+from test_mosaic import Case
 
 import splitk_jax as sk
 from splitk_jax.checks import MOSAIC_JAX
@@ -52,6 +54,16 @@ QUERY_TOKENS = {
     "q16-window1-page256": (16, HOPPER(heads=(16, 2), splits="balanced", window=1, page_size=256)),
     "q8-fixed-window": (8, HOPPER(heads=(16, 4), head_dim=128, splits="fixed_size", window=500)),
     "q3-dv256": (3, HOPPER(heads=(28, 4), head_dim_v=256, splits="balanced")),
+}
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+MOSAIC_QUANTISED = {
+    "e4m3-llama": Case((32, 8), batch=17, kv_dtype=E4M3),
+    "int8-llama-f16-page64": Case((32, 8), batch=9, kv_dtype="int8", dtype="float16", page_size=64),
+    "e5m2-d256-window-softcap-sinks": Case((24, 4), 256, batch=5, kv_dtype=E5M2, window=700, softcap=20.0, sinks=True),
+    "e4m3-mqa": Case((32, 1), batch=5, kv_dtype=E4M3),
+    "int8-dv96": Case((4, 2), 64, 96, batch=5, kv_dtype="int8", splits=7),
+    "e4m3-q4": Case((32, 8), batch=5, q_len=4, kv_dtype=E4M3),
+    "int8-d192-q3-window-page8": Case((6, 2), 192, 128, batch=3, q_len=3, window=333, page_size=8, kv_dtype="int8"),
 }
 EVERY_MOSAIC = [pytest.param(config, id=name) for name, config in MOSAIC.items()]
 # One compilation each: the other lanes, groups, pages and rules.
@@ -337,6 +349,31 @@ class TestMosaic:
         bad = paged.replace(block_tables=tables)
         wrong = np.isnan(bad.dense(**config.options)[1])
         assert_nan_alone(bad.decode(config.plan, **config.options), wrong, got)
+
+    @pytest.mark.parametrize("name", MOSAIC_QUANTISED)
+    def test_quantised_pages(self, name):
+        """Against dense attention; bits over schedules, companies and query tokens; a missing page is NaN alone."""
+        plan, paged, options = draw(MOSAIC_QUANTISED[name], 1, longest=5000, narrow=False)
+        assert plan.backend == "mosaic"
+        got = paged.decode(plan, **options)
+        assert_within_rounding(got, paged, **options)
+        for launch_ctas in (1, 40, 4000):
+            launched = dataclasses.replace(plan, launch_ctas=launch_ctas)
+            assert_same_bits(paged.decode(launched, **options), got)
+
+        def rows(chosen):
+            fields = ("q", "block_tables", "seq_lens")
+            return paged.replace(**{field: getattr(paged, field)[chosen] for field in fields})
+
+        for chosen in ([0], [1], [2, 0, 1], [0, 0, 0, 2]):
+            assert_same_bits(rows(chosen).decode(plan, **options), [x[chosen] for x in got])
+        if paged.q.ndim == 4:
+            for token, alone in paged.query_tokens():
+                assert_same_bits(alone.decode(plan, **options), [x[:, token] for x in got])
+        tables = paged.block_tables.copy()
+        tables[0, (paged.seq_lens[0] - 1) // plan.page_size] = -1
+        bad = paged.replace(block_tables=tables)
+        assert_nan_alone(bad.decode(plan, **options), np.isnan(bad.dense(**options)[1]), got)
 
     def test_pools_beyond_two_gibibytes(self):
         """Pages at the very end of 2.5 GiB each of keys and values, in what is otherwise NaN."""

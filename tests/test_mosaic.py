@@ -9,6 +9,7 @@ import functools
 import itertools
 import re
 
+import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +54,7 @@ class Case:
     head_dim_v: int | None = None
     page_size: int = 16
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     batch: int = 3
     longest: int = 4096
     target: str = "h200"
@@ -88,7 +90,7 @@ class Case:
                 "num_seqs": self.batch,
                 "max_seq_len": self.width * self.page_size,
                 "q_dtype": self.dtype,
-                "kv_dtype": self.dtype,
+                "kv_dtype": self.kv_dtype or self.dtype,
             }
             | shape
         )
@@ -100,8 +102,8 @@ class Case:
         tokens = () if self.q_len is None else (self.q_len,)
         return (
             jax.ShapeDtypeStruct((self.batch, *tokens, num_q_heads, self.head_dim), self.dtype),
-            jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim), self.dtype),
-            jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim_v or self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim), self.kv_dtype or self.dtype),
+            jax.ShapeDtypeStruct((*page, num_kv_heads, self.head_dim_v or self.head_dim), self.kv_dtype or self.dtype),
             jax.ShapeDtypeStruct((self.batch, self.width), "int32"),
             jax.ShapeDtypeStruct((self.batch,), "int32"),
         )
@@ -113,6 +115,8 @@ class Case:
             window=self.window,
             softcap=self.softcap,
             sinks=jnp.zeros(self.heads[0]) if self.sinks else None,
+            k_scale=None if self.kv_dtype is None else jnp.ones(self.heads[1]),
+            v_scale=None if self.kv_dtype is None else 0.5,
             return_lse=True,
         )
         return jax.jit(call).trace(*self.arguments()).lower(lowering_platforms=("cuda",))
@@ -679,8 +683,7 @@ class Replay:
         return self.rows[row].tokens / self.rows[row].splits / plan.step_kv + SPLIT_OVERHEAD
 
 
-def scheduled(plan, lengths, tables, q_len=1):
-    return jax.jit(functools.partial(make_schedule, plan=plan, window=None, q_len=q_len))(lengths, tables)
+OPTIONS = ("plan", "window", "q_len")  # of make_schedule, static
 
 
 class TestSchedule:
@@ -692,11 +695,12 @@ class TestSchedule:
         # A table wider than the plan's tree holds, where its rule bounds that.
         width = case.width + 3
         capacity = min(width * plan.page_size, plan.max_tokens)
-        make = jax.jit(functools.partial(make_schedule, plan=plan, window=None))
+        # Compiled at one batch; at the others numpy computes it.
+        make = jax.jit(make_schedule, static_argnames=OPTIONS) if case.batch == 17 else emulator.make_schedule
         for _ in range(6):
             lengths = draw_lengths(case, capacity, rng)
             tables = rng.integers(-(2**31), 2**31, (case.batch, width), dtype=np.int32)
-            schedule = make(lengths, tables)
+            schedule = make(lengths, tables, plan=plan, window=None)
             assert {x.dtype.name for x in schedule} == {"int32"}
             replay = Replay(plan, schedule)
 
@@ -817,7 +821,7 @@ class TestSchedule:
         tables = rng.integers(0, 9, (17, 256), dtype=np.int32)
 
         def trees(plan):
-            rows = np.asarray(scheduled(plan, lengths, tables).rows)
+            rows = emulator.make_schedule(lengths, tables, plan=plan, window=None).rows
             return rows[rows[:, 0].argsort()]
 
         expected = trees(plan)
@@ -830,7 +834,8 @@ class TestSchedule:
         lengths = np.array([89, 12, 33, 1, 2, 260, 214, 164, 24, 3908, 3412, 294, 220, 301, 25, 3, 397], np.int32)
         plan = dataclasses.replace(Case(splits="off").plan(), launch_ctas=66)
         assert plan.launch_teams < len(lengths)
-        replay = Replay(plan, scheduled(plan, lengths, np.zeros((17, 256), np.int32)))
+        tables = np.zeros((17, 256), np.int32)
+        replay = Replay(plan, emulator.make_schedule(lengths, tables, plan=plan, window=None))
         assert replay.teams[-1] == []
         assert replay.finished == dict.fromkeys(range(17), 1)
 
@@ -839,7 +844,7 @@ class TestSchedule:
         plan = Case((64, 8), splits="off").plan()
         lengths = np.full(plan.launch_teams, 300, np.int32)
         tables = np.zeros((len(lengths), 256), np.int32)
-        merge = scheduled(plan, lengths, tables).merge
+        merge = emulator.make_schedule(lengths, tables, plan=plan, window=None).merge
         assert not np.asarray(merge)[:, Merge._fields.index("splits")].any()
 
     @pytest.mark.parametrize(("batch", "splits", "q_len"), [(1, 33, 1), (1, 132, 4), (17, 7, 1)])
@@ -880,11 +885,8 @@ class TestCombine:
     @pytest.mark.parametrize(
         ("case", "lengths", "few"),
         [
-            pytest.param(Case((4, 2), splits=33, launch_ctas=7), [9000], True, id="one-row-in-seven-teams"),
-            pytest.param(Case((2, 2), splits=20, launch_ctas=40), [16000], False, id="a-split-a-team"),
             pytest.param(Case((2, 1), 256, splits=132, launch_ctas=50), [16300], True, id="more-than-a-copy"),
             pytest.param(Case((4, 2), splits=33, launch_ctas=6), [3000, 0, 700, 5000], False, id="ragged"),
-            pytest.param(Case((2, 2), 64, launch_ctas=3), [900, 70, 1, 2600, 130], True, id="more-rows-than-teams"),
             pytest.param(Case((2, 2), 80, splits=20, launch_ctas=4), [1500, 40, 0], False, id="dv80"),
         ],
     )

@@ -27,12 +27,18 @@ from splitk_jax.kernels.mosaic.fold import finish, fold, fold_sink, to_whole
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, rescale
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
-from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
+from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP, WIDE_STAGES
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
 NO_CAP = 2.0**100
 """A softcap from which on it caps nothing that a float32 logit can be, to the last bit but for overflows."""
+
+EXPONENT = 0xFF << 23
+"""The bits of a float32's exponent."""
+
+HELPER_REGISTERS = 56
+"""Registers of a thread that loads or widens, where quantised pages have it widened: consumers get the rest."""
 
 NONE = -WARPGROUP
 """The first place of the block table whose id is held, where none is."""
@@ -70,6 +76,21 @@ def _bit(j: int) -> np.int32:
     return np.uint32(1 << j).astype(np.int32)
 
 
+def rows_layout(lanes: int, vector: int) -> Any:
+    """Of a swizzled tile of so many lanes: a warp covers whole rows, so that its accesses meet no bank conflict."""
+    rows = 32 * vector // lanes
+    return Layout.TILED(
+        plgpu.Tiling(((4 * rows, lanes), (rows, lanes), (vector,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    )
+
+
+def consumer_registers(warpgroups: int, widening: int) -> int:
+    """Registers of a thread that computes, of what a CTA has, in steps of 8."""
+    threads = WARPGROUP * (warpgroups + 1 + widening)
+    rest = 65536 // threads // 8 * 8 * threads // WARPGROUP - HELPER_REGISTERS * (1 + widening)
+    return min(rest // warpgroups // 8 * 8, 232)
+
+
 def pack(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """[batch, q_len, num_q_heads, n] -> [batch, heads, n]: the heads of all tokens that share a KV head together."""
     batch, q_len, num_q_heads, n = x.shape
@@ -86,20 +107,22 @@ def split(
     seq_lens: jax.Array,  # i32[batch]
     sm_scale: jax.Array,  # f32[]
     sinks: jax.Array | None,  # f32[num_q_heads]
-    k_scale: jax.Array | None = None,  # None: a plan of this backend has no quantised KV
-    v_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,  # f32[] or f32[num_kv_heads]
+    v_scale: jax.Array | None = None,  # as k_scale
     *,
     plan: DecodePlan,
     window: int | None,
     softcap: float | None,
 ) -> Launched:
     """Computes every split, folds what one CTA holds, and writes the outputs of the rows that are whole."""
-    del k_scale, v_scale
     batch, q_len = q.shape[:2]
     group, plan = plan.group, plan.packed(q_len)
     tile, rows = plan.mosaic_tile, batch * q_len
     num_pages = k_pages.shape[0]
     step_kv, stages, cols, rows_v, dtype = plan.step_kv, plan.stages, tile.cols, tile.rows_v, q.dtype
+    # What is multiplied: float16 has every 8-bit value, and of bfloat16 queries every one by a power of two of its row.
+    half = jnp.float16 if tile.quantised else dtype
+    scaled = half != dtype
     kv_heads, warpgroups, head_blocks = tile.kv_heads, tile.warpgroups, plan.num_kv_heads * tile.blocks
     assert stages is not None  # a plan of this backend has them
     sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window, q_len=q_len)
@@ -110,32 +133,58 @@ def split(
     if sinks is not None:
         sinks = pack(jnp.broadcast_to(sinks[None, None, :, None], (1, q_len, sinks.shape[0], 1)), plan.num_kv_heads)
         sinks = jnp.pad(sinks[0, :, 0], (0, padding))
-    extra = [] if sinks is None else [sinks]
+    extra = {
+        name: x if x.ndim else x.reshape(1)
+        for name, x in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale))
+        if x is not None
+    }
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
     chunk = tile.swizzle // 2
-    # A warp covers whole rows of the swizzled tile, so that its stores meet no bank conflict.
-    q_layout = Layout.TILED(
-        plgpu.Tiling(((8, chunk), (2, chunk), (chunk // 16,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-    )
+    q_layout, byte_layout = rows_layout(chunk, chunk // 16), rows_layout(tile.kv_lanes, max(tile.kv_lanes // 16, 4))
+    tiled = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(tile.swizzle))
+    # Of a step: its keys and values as they are loaded, the KV heads of a CTA side by side where they are quantised.
+    loaded = [
+        plgpu.SMEM((stages, kv_heads, step_kv, lanes), pool.dtype, transforms=tiled)
+        for pool, lanes in ((k_pages, plan.head_dim), (v_pages, rows_v))
+    ]
+    wide, key_copies, value_copies = [], kv_heads * tile.copies, kv_heads * step_kv // tile.copy_rows_v
+    if tile.quantised:
+        k_pages, v_pages = (x.reshape(*x.shape[:2], -1) for x in (k_pages, v_pages))
+        loaded = [
+            plgpu.SMEM(
+                (stages, step_kv, kv_heads * lanes),
+                pool.dtype,
+                transforms=(plgpu.TilingTransform((8, tile.kv_lanes)), plgpu.SwizzleTransform(tile.kv_lanes)),
+            )
+            for pool, lanes in ((k_pages, plan.head_dim), (v_pages, plan.head_dim_v))
+        ]
+        key_copies = value_copies = tile.copies
+        wide = [
+            plgpu.SMEM((WIDE_STAGES, kv_heads, step_kv, rows_v), half, transforms=tiled),
+            plgpu.SMEM((WIDE_STAGES, kv_heads), jnp.int32),
+            plgpu.SMEM((warpgroups, cols), jnp.float32),
+            plgpu.Barrier(num_arrivals=1, num_barriers=WIDE_STAGES * kv_heads),
+            plgpu.Barrier(num_arrivals=tile.parts, num_barriers=WIDE_STAGES * kv_heads),
+        ]
 
     def kernel(*refs: Any) -> None:
         (
             q_gmem,  # [batch, heads, head_dim]; heads: num_q_heads, of all query tokens
-            k_gmem,  # [num_pages, page_size, num_kv_heads, head_dim]
-            v_gmem,  # [num_pages, page_size, num_kv_heads, head_dim_v]
+            k_gmem,  # [num_pages, page_size, num_kv_heads, head_dim]; quantised, the last two in one
+            v_gmem,  # [num_pages, page_size, num_kv_heads, head_dim_v]; as k_gmem
             pages_gmem,  # i32[batch, max_pages_per_seq]
             scale_gmem,  # f32[1]
             rows_gmem,  # i32[rows, 10]
             work_gmem,  # i32[teams, 15 + copies]
-            *sinks_gmem,  # f32[heads], where there are any
+            *extra_gmem,  # sinks f32[heads], k_scale and v_scale f32[1 or num_kv_heads], those that there are
             out_gmem,  # [rows, heads, head_dim_v]
             lse_gmem,  # f32[rows, head_blocks, cols]
             o_gmem,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
             m_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
             l_gmem,  # f32[slots, head_blocks, scratch_weights, cols]
-            k_smem,  # [stages, kv_heads, step_kv, head_dim]
-            v_smem,  # [stages, kv_heads, step_kv, rows_v]
+            k_smem,  # [stages, kv_heads, step_kv, head_dim]; quantised, [stages, step_kv, kv_heads * head_dim]
+            v_smem,  # [stages, kv_heads, step_kv, rows_v]; quantised, [stages, step_kv, kv_heads * head_dim_v]
             q_smem,  # [warpgroups, cols, head_dim]
             p_smem,  # [warpgroups, cols, step_kv]
             out_smem,  # [warpgroups, cols, rows_v]
@@ -146,7 +195,16 @@ def split(
             v_full,
             k_free,
             v_free,
-        ) = refs
+        ) = refs[: len(refs) - len(wide)]
+        if tile.quantised:
+            (
+                wide_smem,  # f16[WIDE_STAGES, kv_heads, step_kv, rows_v]: values
+                wide_bad_smem,  # i32[WIDE_STAGES, kv_heads]
+                unit_smem,  # f32[warpgroups, cols]: of queries
+                wide_full,  # barriers[WIDE_STAGES * kv_heads]
+                wide_free,
+            ) = refs[len(refs) - len(wide) :]
+        of_extra = dict(zip(extra, extra_gmem, strict=True))
         wg = lax.axis_index("wg")
         cta, team = lax.axis_index("cta"), lax.axis_index("team")
         work = Work(*(work_gmem[team, c] for c in range(schedule.WORK_ROW)))
@@ -176,8 +234,27 @@ def split(
 
         first = (work.row, work.split, record)
 
+        def of_kv_head(name: str, kv_head: Any) -> Any:
+            return of_extra[name][0 if of_extra[name].shape[0] == 1 else kv_head]
+
+        def some_dead(lead: Any, live: Any, bad: Any) -> Any:
+            """Whether a step's values have a row that is beyond the split, or of a page that is not there."""
+            some = (live < step_kv) if window is None else (live < step_kv) | (lead > 0)
+            # Query tokens before a missing page have nothing to do with it; of one token alone, poison says all.
+            return some if q_len == 1 else some | (bad != 0)
+
+        def is_dead(row: Any, lead: Any, live: Any, bad: Any) -> Any:
+            dead = row >= live if window is None else (row >= live) | (row < lead)
+            if q_len > 1:
+                for j in range(tile.copies):
+                    copy = (row >= j * tile.copy_rows) & (row < (j + 1) * tile.copy_rows)
+                    dead = dead | (copy & ((bad & _bit(j)) != 0))
+            return dead
+
         @pl.when(wg == warpgroups)
         def _produce() -> None:
+            if tile.quantised:
+                plgpu.set_max_registers(HELPER_REGISTERS, action="decrease")
             first_head = lax.div(cta * kv_heads, jnp.int32(tile.ctas_per_kv_head))
             page_size = jnp.int32(plan.page_size)
 
@@ -223,6 +300,17 @@ def split(
                         return token < high if window is None else (token < high) & (token + tile.copy_rows > low)
 
                     def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
+                        if tile.quantised:
+                            width = smem.shape[-1]
+                            for j in range(tile.copies):
+                                row = pl.ds(lax.rem(tokens[j], page_size), tile.copy_rows)
+                                access.copy_in(
+                                    pool.at[pages[j], row, pl.ds(first_head // kv_heads * width, width)],
+                                    smem.at[stage, pl.ds(j * tile.copy_rows, tile.copy_rows)],
+                                    full.at[stage],
+                                    wanted=wanted_copy(tokens[j]),
+                                )
+                            return
                         for at in range(0, step_kv, rows):
                             j, part = divmod(at, tile.copy_rows)
                             # The heads of a token lie side by side: their copies, one after another, share DRAM pages.
@@ -257,10 +345,63 @@ def split(
 
             lax.fori_loop(0, work.count, load_split, (jnp.int32(0), jnp.int32(NONE), *first))
 
+        def lanes_of(kv: int, lanes: int, width: int) -> list[tuple[Any, Any]]:
+            """Of one KV head's keys or values, so many lanes at once: among its own, and among those of all heads."""
+            return [(pl.ds(lane, width), pl.ds(kv * lanes + lane, width)) for lane in range(0, lanes, width)]
+
+        def widen(kv: int) -> None:
+            """Values of one KV head to float16, while its consumers multiply those of the step before."""
+            plgpu.set_max_registers(HELPER_REGISTERS, action="decrease")
+
+            def widen_split(u: Any, carry: Any) -> Any:
+                used, row, index, rec = carry
+                base, low, high = bounds(rec, index)
+
+                def step(i: Any, used: Any) -> Any:
+                    stage, wide_stage = lax.rem(used, jnp.int32(stages)), lax.rem(used, jnp.int32(WIDE_STAGES))
+                    barrier, at = wide_stage * kv_heads + kv, base + i * step_kv
+                    lead, live = low - at, high - at
+                    plgpu.barrier_wait(v_full.at[stage])
+                    bad = bad_smem[stage]
+                    pl.when(used >= WIDE_STAGES)(lambda: plgpu.barrier_wait(wide_free.at[barrier]))
+                    for first in range(0, step_kv, ROWS):
+                        rows = pl.ds(first, ROWS)
+                        for own, among in lanes_of(kv, plan.head_dim_v, tile.kv_lanes):
+                            v = access.load_tile(v_smem.at[stage].at[rows, among], byte_layout)
+                            v = access.to_half(v, byte_layout)
+
+                            # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
+                            def masked(v: Any = v, first: int = first) -> Any:
+                                row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=byte_layout) + first
+                                return jnp.where(is_dead(row, lead, live, bad), jnp.zeros_like(v), v)
+
+                            v = lax.cond(some_dead(lead, live, bad), masked, lambda v=v: v)
+                            wide_smem.at[wide_stage, kv][rows, own] = v
+                    plgpu.barrier_arrive(v_free.at[stage])
+                    wide_bad_smem[wide_stage, kv] = bad
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(wide_full.at[barrier])
+                    return used + 1
+
+                used = lax.fori_loop(0, steps_of(base, high), step, used)
+                return used, *advance(row, index, rec)
+
+            lax.fori_loop(0, work.count, widen_split, (jnp.int32(0), *first))
+
+        if tile.quantised:
+            for h in range(kv_heads):
+                pl.when(wg == warpgroups + 1 + h)(functools.partial(widen, h))
+
         @pl.when(wg < warpgroups)
         def _consume() -> None:
+            if tile.quantised:
+                plgpu.set_max_registers(consumer_registers(warpgroups, kv_heads), action="increase")
+            block = cta * warpgroups + wg
+            kv_head = lax.div(block, jnp.int32(tile.blocks))
             capped = softcap is not None and softcap < NO_CAP
             scale = scale_gmem[0] * (1.0 if capped else LOG2E)
+            if "k_scale" in of_extra:
+                scale = scale * of_kv_head("k_scale", kv_head)
 
             def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -278,15 +419,13 @@ def split(
             )
 
             no = jnp.bool_(False)
-
-            block = cta * warpgroups + wg
             kv = 0 if kv_heads == 1 else wg
             head = block * tile.heads
             top = first_row(plan, block)
 
-            sink = access.load(sinks_gmem[0].at[pl.ds(top, cols)], PER_HEAD) if sinks_gmem else None
+            sink = access.load(of_extra["sinks"].at[pl.ds(top, cols)], PER_HEAD) if "sinks" in of_extra else None
 
-            def logits(s: jax.Array) -> jax.Array:
+            def logits(s: jax.Array, scale: Any) -> jax.Array:
                 """In base 2."""
                 if not capped:
                     return s * scale
@@ -299,7 +438,7 @@ def split(
             def tokens_of(rec: Row, at: Any, shape: tuple[int, ...], axis: int, layout: Any) -> tuple[Any, Any]:
                 """Of each column's query token, the first attended token and the one past the last, from `at` on."""
                 column = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-                of_kv_head = column + (top - lax.div(block, jnp.int32(tile.blocks)) * plan.group)
+                of_kv_head = column + (top - kv_head * plan.group)
                 past = lax.div(of_kv_head, jnp.int32(group)) + (rec.length - at)
                 return (None if window is None else past - window), past
 
@@ -332,6 +471,16 @@ def split(
                 at = [pl.ds(lane, chunk) for lane in range(0, plan.head_dim, chunk)]
                 # All loads before the first store, which would wait for the load before it.
                 parts = [access.load(q_gmem.at[seq, pl.ds(top, cols), lanes], q_layout) for lanes in at]
+                if scaled:
+                    parts = [x.astype(jnp.float32) for x in parts]
+                    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.maximum(x, -x), axis=1) for x in parts])
+                    exponent = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT
+                    exponent = jnp.minimum(exponent, 253 << 23)  # of infinities and NaN too
+                    access.store(unit_smem.at[wg], lax.bitcast_convert_type(exponent, jnp.float32))
+                    inverse = lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+                    inverse = lax.broadcast_in_dim(inverse, parts[0].shape, [0])
+                    inverse = plgpu.layout_cast(inverse, q_layout)
+                    parts = [(x * inverse).astype(half) for x in parts]
                 for lanes, part in zip(at, parts, strict=True):
                     q_smem[wg, :, lanes] = part
                 plgpu.commit_smem()
@@ -357,6 +506,17 @@ def split(
                     out_smem.at[wg, pl.ds(head - top, tile.heads)], out_gmem.at[row, pl.ds(head, tile.heads)]
                 )
 
+            def load_keys(stage: Any) -> jax.Array:
+                """Of quantised pages: they are multiplied from registers."""
+
+                def load(h: int) -> jax.Array:
+                    ((_, among),) = lanes_of(h, plan.head_dim, plan.head_dim)
+                    return access.load_tile(k_smem.at[stage].at[:, among], Layout.WGMMA_UPCAST_2X)
+
+                keys = load(0) if kv_heads == 1 else lax.cond(kv == 0, lambda: load(0), lambda: load(1))
+                plgpu.barrier_arrive(k_free.at[stage])
+                return access.half_operand(keys)
+
             def compute_split(u: Any, carry: Any) -> Any:
                 used, row, index, rec, whole, run_whole, acc, run = carry
                 base, low, high = bounds(rec, index)
@@ -368,6 +528,8 @@ def split(
                 def _() -> None:
                     load_q(rec.seq)
 
+                units = across(access.load(unit_smem.at[wg], PER_HEAD) * scale, step_kv) if scaled else scale
+
                 def step(i: Any, carry: Any) -> Any:
                     used, o, m, l = carry
                     stage = lax.rem(used, jnp.int32(stages))
@@ -376,53 +538,60 @@ def split(
                     plgpu.barrier_wait(k_full.at[stage])
 
                     def qk(acc_ref: Any) -> jax.Array:
-                        plgpu.wgmma(acc_ref, k_smem.at[stage, kv], q_smem.at[wg].transpose((1, 0)))
+                        keys = load_keys(stage) if tile.quantised else k_smem.at[stage, kv]
+                        plgpu.wgmma(acc_ref, keys, q_smem.at[wg].transpose((1, 0)))
                         return acc_ref[...]
 
                     s = pl.run_scoped(qk, plgpu.ACC((step_kv, cols), jnp.float32))
-                    plgpu.barrier_arrive(k_free.at[stage])
+                    if not tile.quantised:
+                        plgpu.barrier_arrive(k_free.at[stage])
                     token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
-                    s = jnp.where(attended(token, rec, at, lead, live), logits(s), -jnp.inf)
+                    s = jnp.where(attended(token, rec, at, lead, live), logits(s, units), -jnp.inf)
                     m_new = to_whole(jnp.maximum(m, over_tokens("max", s)))
-                    plgpu.barrier_wait(v_full.at[stage])
-                    m_new = m_new + poison(bad_smem[stage], rec, at, lead, live)
+                    if tile.quantised:
+                        wide_stage = lax.rem(used, jnp.int32(WIDE_STAGES))
+                        barrier = wide_stage * kv_heads + kv
+                        plgpu.barrier_wait(wide_full.at[barrier])
+                        values, bad = wide_smem.at[wide_stage, kv], wide_bad_smem[wide_stage, kv]
+                        values_free = wide_free.at[barrier]
+                    else:
+                        plgpu.barrier_wait(v_full.at[stage])
+                        values, bad = v_smem.at[stage, kv], bad_smem[stage]
+                        values_free = v_free.at[stage]
+                    m_new = m_new + poison(bad, rec, at, lead, live)
                     p = rescale(s, across(m_new, step_kv))
                     a = rescale(m, m_new)
                     # Summed over tokens once, at the split's end.
                     l = l * across(a, step_kv) + p
                     o = o * across(a)
-                    p_smem.at[wg].transpose((1, 0))[...] = p.astype(dtype)
+                    p_smem.at[wg].transpose((1, 0))[...] = p.astype(half)
 
-                    some_dead = (live < step_kv) if window is None else (live < step_kv) | (lead > 0)
-                    if q_len > 1:  # a page that is not there: query tokens before it have nothing to do with it
-                        some_dead = some_dead | (bad_smem[stage] != 0)
+                    if not tile.quantised:
 
-                    @pl.when(some_dead)
-                    def _() -> None:
-                        # Masked by select: a weight of 0 would leave a NaN behind the sequence's end. Warpgroups that
-                        # share the values write the same to them.
-                        for at in range(0, rows_v, ROWS):
-                            v = v_smem[stage, kv, :, pl.ds(at, ROWS)]
-                            row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA)
-                            dead = row >= live if window is None else (row >= live) | (row < lead)
-                            if q_len > 1:
-                                for j in range(tile.copies):
-                                    copy = (row >= j * tile.copy_rows) & (row < (j + 1) * tile.copy_rows)
-                                    dead = dead | (copy & ((bad_smem[stage] & _bit(j)) != 0))
-                            v_smem[stage, kv, :, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
+                        @pl.when(some_dead(lead, live, bad))
+                        def _() -> None:
+                            # Masked by select: a weight of 0 would leave a NaN behind the sequence's end. Warpgroups
+                            # that share the values write the same to them.
+                            for at in range(0, rows_v, ROWS):
+                                v = values[:, pl.ds(at, ROWS)]
+                                row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA)
+                                dead = is_dead(row, lead, live, bad)
+                                values[:, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
 
                     plgpu.commit_smem()
 
                     def pv(acc_ref: Any) -> None:
-                        plgpu.wgmma(acc_ref, v_smem.at[stage, kv].transpose((1, 0)), p_smem.at[wg].transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, values.transpose((1, 0)), p_smem.at[wg].transpose((1, 0)))
 
                     o = pl.run_state(pv)(plgpu.ACC.init(o))
-                    plgpu.barrier_arrive(v_free.at[stage])
+                    plgpu.barrier_arrive(values_free)
                     return used + 1, o, m_new, l
 
                 used, o, m, l = lax.fori_loop(
                     0, steps_of(base, high), step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
                 )
+                if "v_scale" in of_extra:
+                    o = o * of_kv_head("v_scale", kv_head)
                 part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=over_tokens("add", l))
                 run = fold(choose(place == 0, none, run), part, across)
                 ends = index == rec.splits - 1
@@ -460,7 +629,6 @@ def split(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel.__name__ = f"splitk_split_s{plan.num_splits}_t{step_kv}x{stages}"
-    tiled = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(tile.swizzle))
     out, lse, *partials = plgpu.kernel(
         kernel,
         out_type=[
@@ -471,23 +639,23 @@ def split(
             jax.ShapeDtypeStruct((slots, head_blocks, plan.scratch_weights, cols), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((stages, kv_heads, step_kv, plan.head_dim), dtype, transforms=tiled),
-            plgpu.SMEM((stages, kv_heads, step_kv, rows_v), dtype, transforms=tiled),
-            plgpu.SMEM((warpgroups, cols, plan.head_dim), dtype, transforms=tiled),
-            plgpu.SMEM((warpgroups, cols, step_kv), dtype, transforms=tiled),
+            *loaded,
+            plgpu.SMEM((warpgroups, cols, plan.head_dim), half, transforms=tiled),
+            plgpu.SMEM((warpgroups, cols, step_kv), half, transforms=tiled),
             plgpu.SMEM((warpgroups, cols, rows_v), dtype),
             plgpu.SMEM((warpgroups, REDUCTION_BYTES // 4), jnp.float32),
             plgpu.SMEM((stages,), jnp.int32),
             plgpu.SMEM((WARPGROUP,), jnp.int32),
-            plgpu.Barrier(num_arrivals=kv_heads * tile.copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=kv_heads * step_kv // tile.copy_rows_v, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=key_copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=value_copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=kv_heads if tile.quantised else warpgroups, num_barriers=stages),
+            *wide,
         ],
         grid=(plan.ctas, plan.launch_teams),
         grid_names=("cta", "team"),
-        num_threads=warpgroups + 1,
+        num_threads=warpgroups + 1 + (kv_heads if tile.quantised else 0),
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work, *extra)
+    )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work, *extra.values())
     return Launched(out, lse, SplitPartials(*partials), sched)
