@@ -124,7 +124,7 @@ def paged_decode_attention(
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     if plan.backend == "mosaic":
-        checks.require_served_by_mosaic(plan, q, runs=not traced)
+        checks.require_served_by_mosaic(plan, q, (arrays[-2], arrays[-1]), runs=not traced)
     if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
     log.traced(plan)

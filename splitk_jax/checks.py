@@ -265,10 +265,14 @@ def validate_batch(
             )
 
 
-def require_served_by_mosaic(plan: DecodePlan, q: jax.Array, *, runs: bool) -> None:
+def require_served_by_mosaic(
+    plan: DecodePlan, q: jax.Array, scales: tuple[jax.Array | None, jax.Array | None], *, runs: bool
+) -> None:
     """Refuses by name what the mosaic backend does not serve, and a process that cannot run it.
 
     Args:
+      plan, q: of the call.
+      scales: k_scale and v_scale, as `kv_scale` returns them.
       runs: whether the call runs here and now, on arrays: for another machine it can only be traced and lowered.
 
     Raises:
@@ -278,6 +282,12 @@ def require_served_by_mosaic(plan: DecodePlan, q: jax.Array, *, runs: bool) -> N
     q_len = q.shape[1] if q.ndim == 4 else 1
     if q_len > MAX_Q_LEN:
         raise NotImplementedError(f"q_len={q_len}: the mosaic backend serves up to {MAX_Q_LEN} query tokens; {instead}")
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if scale is not None and scale.ndim == 3:
+            raise NotImplementedError(
+                f"{name} of shape {list(scale.shape)}: the mosaic backend serves one scale, or one a KV head, and not"
+                f" one a token; {instead}"
+            )
     if q_len > 1:
         batch, packed = q.shape[0], plan.packed(q_len)
         needed = packed.scratch_bytes(batch * q_len)

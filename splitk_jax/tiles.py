@@ -102,7 +102,7 @@ class MosaicTile:
 
     @property
     def swizzle(self) -> int:
-        """Bytes of the swizzle of what is multiplied: the widest of 128, 64 and 32 whose lanes divide both head dims."""
+        """Bytes of the swizzle of what is multiplied: the widest of 128, 64 and 32 that divides both head dims."""
         return 2 * self._swizzle_lanes(64, 32, 16)
 
     @property

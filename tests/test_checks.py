@@ -177,11 +177,16 @@ class TestDecode:
         call = jax.jit(lambda scale: decode(**EIGHT_BIT_DECODE, k_scale=scale, v_scale=scale[None].repeat(2)))
         assert call(jnp.float32(0.5)).shape == (BATCH, Q_HEADS, HEAD_DIM_V)
 
-    def test_the_mosaic_backend_refuses_quantised_pages_and_names_who_serves_them(self):
-        policy = sk.load_policy("h200", environ={})
-        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
-            with refused(NotImplementedError, f"kv_dtype={dtype}: the mosaic backend serves .* the reference backend"):
-                policy.plan(**SHAPE, kv_dtype=dtype)
+    @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+    def test_the_mosaic_backend_refuses_a_scale_a_token_and_names_who_serves_it(self, name):
+        policy = sk.load_policy("h200", environ={}, ahead_of_time=True)
+        plan = policy.plan(**SHAPE, kv_dtype="int8")
+        pages = np.zeros((3, 16, 2, 64), np.int8)
+        arrays = np.zeros((4, 8, 64), "bfloat16"), pages, pages, np.zeros((4, 2), np.int32), np.ones(4, np.int32)
+        with refused(
+            NotImplementedError, rf"^{name} of shape \[3, 16, 2\]: the mosaic backend .*SPLITK_JAX_KERNEL=ref"
+        ):
+            sk.paged_decode_attention(*arrays, plan=plan, **{name: zeros(3, 16, 2)})
 
     @pytest.mark.parametrize(
         ("arguments", "error", "match"),

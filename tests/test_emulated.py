@@ -48,7 +48,9 @@ def draw(case, seed, *, longest=LONGEST, narrow=True):
     lengths[0] = longest - seed
     sizes = {"split_size": 128} if case.splits == "fixed_size" else {"min_kv_per_split": 64}
     policy = case.policy(**sizes)
-    plan = case.plan(with_tile(policy, warpgroups=2, block_kv=8 if seed % 2 else 64) if narrow else policy)
+    # Of an even number of KV heads, a long step is two heads' short ones.
+    tile = {"warpgroups": 2, "block_kv": 8 if seed % 2 else 64, "step_kv": 128 if seed else 64}
+    plan = case.plan(with_tile(policy, **tile) if narrow else policy)
     paged = random_paged(
         lengths,
         num_q_heads=case.heads[0],
@@ -79,7 +81,7 @@ def test_against_dense(name, seed):
     assert_within_rounding(emulator.decode(paged, plan, **options), paged, **options)
 
 
-@pytest.mark.parametrize("name", ["two-kv-heads-a-cta", "dv80-page8", "window", "q5-window"])
+@pytest.mark.parametrize("name", ["two-kv-heads-a-cta", "dv80-page8", "window", "q5-window", "e4m3", "e4m3-f16-mqa"])
 def test_every_schedule_same_bits(name):
     plan, paged, options = draw(CASES[name], 2)
     expected = emulator.decode(paged, plan, **options)
@@ -97,7 +99,17 @@ def test_query_tokens_have_the_bits_that_they_have_alone(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["two-kv-heads-a-cta", "window", "q2", "q5-window", "q16-mqa-page64", "q8-window1-fixed"]
+    "name",
+    [
+        "two-kv-heads-a-cta",
+        "window",
+        "q2",
+        "q5-window",
+        "q16-mqa-page64",
+        "q8-window1-fixed",
+        "int8-dv96-sinks",
+        "e5m2-q3-window",
+    ],
 )
 def test_a_missing_page_is_nan_where_it_is_attended(name):
     (plan, paged, options), page_size = draw(CASES[name], 4), CASES[name].page_size

@@ -32,7 +32,7 @@ from splitk_jax.kernels.mosaic.schedule import (
 )
 from splitk_jax.plan import RUN_SPLITS
 from splitk_jax.target import load_targets
-from splitk_jax.tiles import MOSAIC_HEAD_DIMS
+from splitk_jax.tiles import MOSAIC_HEAD_DIMS, MOSAIC_QUANTISED_HEAD_DIMS
 
 HOPPERS = [target.name for target in load_targets() if target.arch == "sm_90"]
 RULES = ("auto", "balanced", "legacy", "adaptive", "fixed_size", 7, "off")
@@ -317,6 +317,11 @@ OPTIONS = {
     "q2-group128": Case((128, 1), q_len=2),
     "q3-dv256": Case((28, 4), 64, 256, q_len=3, softcap=3.0),
     "q16-window1-page256": Case((16, 2), 64, page_size=256, q_len=16, window=1),
+    "e4m3": Case((32, 8), kv_dtype="float8_e4m3fn", window=300, sinks=True),
+    "e5m2-d256-f16": Case((24, 4), 256, dtype="float16", kv_dtype="float8_e5m2", page_size=64),
+    "int8-mqa-q4": Case((32, 1), kv_dtype="int8", q_len=4, page_size=8),
+    "int8-d192-dv96-f16": Case((6, 2), 192, 96, dtype="float16", kv_dtype="int8", softcap=5.0),
+    "e4m3-d64-dv128-q2": Case((8, 2), 64, 128, kv_dtype="float8_e4m3fn", q_len=2),
 }
 
 
@@ -353,8 +358,13 @@ class TestSharedMemory:
             Case((128, 1), page_size=256, dtype="float16"),
             Case((12, 1), 192, 128),
             Case((16, 1), 256, page_size=32),
+            Case((32, 8), kv_dtype="float8_e4m3fn"),
+            Case((32, 1), kv_dtype="int8", page_size=64),
+            Case((6, 2), 192, 96, kv_dtype="float8_e5m2"),
         ],
-        ids=lambda case: f"group{case.group}-d{case.head_dim}-dv{case.head_dim_v}-page{case.page_size}",
+        ids=lambda case: (
+            f"group{case.group}-d{case.head_dim}-dv{case.head_dim_v}-page{case.page_size}-{case.kv_dtype or case.dtype}"
+        ),
     )
     @pytest.mark.parametrize("stages", [None, 2])
     def test_the_rule_counts_what_the_kernel_asks_for(self, case, stages, monkeypatch):
@@ -372,8 +382,11 @@ class TestSharedMemory:
         policy = Case(target=target).policy()
         for head_dim in (64, 80, 96, 112, 128, 192, 256):
             for page_size in (8, 16, 32, 64, 128, 256):
-                for group in (*range(1, 17), 32, 64, 128):
-                    plan = Case((group, 1), head_dim, page_size=page_size, target=target).plan(policy)
+                for group, kv_dtype in itertools.product((*range(1, 17), 32, 64, 128), ("bfloat16", "int8")):
+                    if kv_dtype == "int8" and head_dim not in MOSAIC_QUANTISED_HEAD_DIMS:
+                        continue
+                    case = Case((group, 1), head_dim, page_size=page_size, target=target, kv_dtype=kv_dtype)
+                    plan = case.plan(policy)
                     assert plan.mosaic_tile.smem_bytes(plan.stages) <= 227 * 1024
 
     def test_a_tile_that_does_not_fit_is_refused_with_both_numbers(self):
@@ -453,7 +466,15 @@ class TestPlansThatAreRefused:
             ({"q_dtype": "float32", "kv_dtype": "float32"}, "q_dtype=float32, kv_dtype=float32: .*bfloat16 or float16"),
             ({"q_dtype": "float32"}, "q_dtype=float32, kv_dtype=bfloat16: .*for both"),
             ({"q_dtype": "float16"}, "q_dtype=float16, kv_dtype=bfloat16: .*for both"),
-            ({"kv_dtype": "float8_e4m3fn"}, "q_dtype=bfloat16, kv_dtype=float8_e4m3fn: .*for both.*reference"),
+            (
+                {"q_dtype": "float32", "kv_dtype": "int8"},
+                "q_dtype=float32, kv_dtype=int8: .*for both, or such queries of",
+            ),
+            ({"kv_dtype": "int8", "head_dim": 80}, "head_dim=80 with kv_dtype=int8: .*serves 64, 96, 128, 192, 256;"),
+            (
+                {"kv_dtype": "int8", "head_dim_v": 112},
+                "head_dim_v=112 with kv_dtype=int8: .*serves 64, 96, 128, 192, 256",
+            ),
             *[({"head_dim": n}, f"head_dim={n}: .*serves 64, 80, 96, 112, 128, 192, 256;") for n in (48, 72, 160, 320)],
             *[({"head_dim_v": n}, f"head_dim_v={n}: .*serves 64, 80, 96, 112, 128, 192, 256;") for n in (72, 512)],
             *[({"page_size": n}, f"page_size={n}: .*serves multiples of 8;") for n in (1, 2, 4, 5, 12, 36)],
@@ -683,7 +704,7 @@ class Replay:
         return self.rows[row].tokens / self.rows[row].splits / plan.step_kv + SPLIT_OVERHEAD
 
 
-OPTIONS = ("plan", "window", "q_len")  # of make_schedule, static
+STATIC = ("plan", "window", "q_len")  # of make_schedule
 
 
 class TestSchedule:
@@ -696,7 +717,7 @@ class TestSchedule:
         width = case.width + 3
         capacity = min(width * plan.page_size, plan.max_tokens)
         # Compiled at one batch; at the others numpy computes it.
-        make = jax.jit(make_schedule, static_argnames=OPTIONS) if case.batch == 17 else emulator.make_schedule
+        make = jax.jit(make_schedule, static_argnames=STATIC) if case.batch == 17 else emulator.make_schedule
         for _ in range(6):
             lengths = draw_lengths(case, capacity, rng)
             tables = rng.integers(-(2**31), 2**31, (case.batch, width), dtype=np.int32)

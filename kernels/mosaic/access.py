@@ -81,7 +81,7 @@ def half_operand(x: jax.Array) -> jax.Array:
 
 
 def _int8_to_half(x: jax.Array, layout: Any) -> jax.Array:
-    """Two at a time, by the byte 0x64, behind which a byte `u` is the float16 `1024 + u`; Mosaic casts them one by one."""
+    """Behind the byte 0x64 a byte `u` is the float16 `1024 + u`: two at a time, which Mosaic casts one by one."""
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float16, layout=layout))
     def convert(ctx: Any, x: Any) -> Any:
@@ -101,7 +101,7 @@ def _int8_to_half(x: jax.Array, layout: Any) -> jax.Array:
             sub.f16x2 $1, high, bias;
             }
             """
-            both = llvm.inline_asm(llvm.StructType.get_literal([i32, i32]), [four], ptx, "=r,=r,r")
+            both: Any = llvm.inline_asm(llvm.StructType.get_literal([i32, i32]), [four], ptx, "=r,=r,r")
             return [llvm.extractvalue(i32, both, [i]) for i in range(2)]
 
         registers = np.empty_like(x.registers)
