@@ -20,6 +20,7 @@ The JSON document of a run:
       cell, model, num_q_heads, num_kv_heads, head_dim, page_size, batch, context, seq_lens (tokens)
       window     tokens that a query attends, or null for all
       q_len      query tokens of a sequence
+      kv_dtype   of keys and values
       kv_bytes   attended, of a layer
       skipped    why nothing ran, or null
       layers, pools        of a step; sets of pools that its layers take turns with
@@ -31,6 +32,7 @@ The JSON document of a run:
                  status: ok, wrong, unserved, failed or missing; choice: the fastest way to call it that is right;
                  error: the largest relative error of a row and head; kernels: {name: microseconds a layer}
       cost       suite invariance: queued time over the best pinned count's, less 1; else null
+      faster     of a quantised cell: queued time of the run's bfloat16 cell of as many tokens over its own; else null
 
 A figure that there is none of is null. The systems are `splitk_jax`, the peers, and in the suite invariance
 `pinned N`: the op with N splits.
@@ -43,7 +45,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ READ = "splitk_jax.kernels.mosaic.read"
 OURS = "splitk_jax"
 FLOOR = "floor"
 PINNED_PREFIX = "pinned "
+
+QUANTISED_PEERS = "quantised keys and values: the benchmark asks no peer for them"
 
 CALLS = 20
 """Calls that are queued before one is waited for."""
@@ -86,6 +90,9 @@ to 4e-3 of it; a token left out of ten thousand makes 1e-2."""
 CHECKED_TOKENS = 1 << 17
 """Tokens of a batch up to which every row is compared with dense attention; beyond, `CHECKED_ROWS` are."""
 CHECKED_ROWS = 8
+
+KV_SCALES = {"bfloat16": 1.0, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5, "int8": 1 / 32}
+"""What stored values are multiplied by when read; those of a cell are normal before they are quantised."""
 
 PINNED = (1, 2, 4, 8, 16, 32, 64)
 """Split counts that the suite invariance compares the plan's tree with."""
@@ -307,9 +314,12 @@ class Inputs:
         keys = jax.random.split(jax.random.key(1), 2 * pools + 1)
         pool = (num_pages, cell.page_size, heads.num_kv_heads, heads.head_dim)
         self.q = _normal(keys[0], query_shape(cell))
-        self.pools = [(_normal(k, pool), _normal(v, pool)) for k, v in zip(keys[1::2], keys[2::2], strict=True)]
+        self.pools = [
+            (_normal(k, pool, dtype=cell.kv_dtype), _normal(v, pool, dtype=cell.kv_dtype))
+            for k, v in zip(keys[1::2], keys[2::2], strict=True)
+        ]
         self.checked = checked_rows(cell)
-        dense = functools.partial(dense_row, window=cell.window)
+        dense = functools.partial(dense_row, window=cell.window, scale=KV_SCALES[cell.kv_dtype])
         self.dense = np.stack(
             [
                 np.asarray(dense(self.q[row], *self.pools[0], self.block_tables[row], self.seq_lens[row]))
@@ -349,9 +359,14 @@ def pools_of(cell: Cell, *, on_gpu: bool) -> tuple[int, int]:
     return max(min(most, POOL_BYTES // (num_pages * cell.page_bytes)), MIN_POOLS), num_pages
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(key, shape, jnp.bfloat16)
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Array:
+    """Normal numbers, as a cache of the dtype stores them."""
+    x = jax.random.normal(key, shape, jnp.bfloat16)
+    if dtype == "bfloat16":
+        return x
+    x = x.astype(jnp.float32) / KV_SCALES[dtype]
+    return (jnp.clip(jnp.round(x), -127, 127) if dtype == "int8" else x).astype(dtype)
 
 
 def checked_rows(cell: Cell) -> list[int]:
@@ -362,7 +377,7 @@ def checked_rows(cell: Cell) -> list[int]:
     return sorted(ends | {*range(0, cell.batch, ceil_div(cell.batch, CHECKED_ROWS - len(ends)))})
 
 
-@functools.partial(jax.jit, static_argnames="window")
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
 def dense_row(
     q: jax.Array,
     k_pages: jax.Array,
@@ -371,6 +386,7 @@ def dense_row(
     seq_len: jax.Array,
     *,
     window: int | None = None,
+    scale: float = 1.0,
 ) -> jax.Array:
     """Attention of one sequence without splits, in float32.
 
@@ -380,12 +396,14 @@ def dense_row(
       block_table: i32[max_pages_per_seq].
       seq_len: i32, tokens.
       window: tokens that a query attends, itself included; None for all.
+      scale: what keys and values are multiplied by.
 
     Returns:
       f32 of q's shape.
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     k, v = (x[block_table].reshape(-1, num_kv_heads, head_dim).astype(jnp.float32) for x in (k_pages, v_pages))
+    k, v = (x * scale for x in (k, v))
     k, v = (x.transpose(1, 0, 2)[None, :, None] for x in (k, v))  # [1, num_kv_heads, 1, tokens, head_dim]
     q_len = q.shape[0] if q.ndim == 3 else 1
     grouped = q.reshape(q_len, num_kv_heads, -1, 1, head_dim).astype(jnp.float32) * head_dim**-0.5
@@ -560,7 +578,9 @@ class Run:
                 else:
                     row = Row(cell=cell, skipped=f"the run's {limit:g} seconds were over")
                 self.rows.append(row)
-                if flashinfer is not None and row.layers is not None:
+                if flashinfer is not None and row.layers is not None and cell.quantised:
+                    row.results[flashinfer.name] = Result(status="unserved", reason=QUANTISED_PEERS)
+                elif flashinfer is not None and row.layers is not None:
                     waiting.append(row)
                     if flashinfer.ready():
                         self._ask(flashinfer, waiting)
@@ -583,6 +603,11 @@ class Run:
             for name, result in row.results.items()
             if name not in self.peers and result.status != "ok"
         ]
+
+    def faster(self, row: Row) -> float | None:
+        """Of a quantised cell: the bfloat16 cell's queued time, at as many tokens, over its own."""
+        wide = next((other for other in self.rows if other.cell == replace(row.cell, kv_dtype="bfloat16")), None)
+        return None if wide is None or not row.cell.quantised else wide.over(OURS, row.us(OURS))
 
     def _cell(self, cell: Cell) -> Row:
         row = Row(cell=cell)
@@ -662,6 +687,9 @@ class Run:
         for peer in self.in_process:
             if peer.name in row.results:
                 continue
+            if cell.quantised:
+                row.results[peer.name] = Result(status="unserved", reason=QUANTISED_PEERS)
+                continue
             try:
                 assert row.num_pages is not None
                 systems[peer.name] = peer.candidates(cell, row.num_pages)
@@ -681,6 +709,9 @@ class Run:
             return []
         if row.cell.kv_bytes in self._floors:
             row.floor = self._floors[row.cell.kv_bytes]
+            return []
+        if row.cell.quantised:
+            row.floor = Floor(reason="the read kernel reads bfloat16, and no cell of as many bytes came before")
             return []
         read = importlib.import_module(READ)
         size = row.cell.attended * row.cell.heads.num_kv_heads * row.cell.heads.head_dim
@@ -750,8 +781,11 @@ def ours(plan: DecodePlan, cell: Cell) -> Decode:
     def decode(
         q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
     ) -> jax.Array:
-        return paged_decode_attention(q, k_pages, v_pages, block_tables, seq_lens, plan=plan, window=cell.window)
+        return paged_decode_attention(
+            q, k_pages, v_pages, block_tables, seq_lens, plan=plan, window=cell.window, k_scale=scale, v_scale=scale
+        )
 
+    scale = KV_SCALES[cell.kv_dtype] if cell.quantised else None
     return decode
 
 
@@ -764,6 +798,7 @@ def plan_for(policy: Policy, cell: Cell) -> DecodePlan:
         page_size=cell.page_size,
         max_decode_seqs=cell.batch,
         max_seq_len=cell.width * cell.page_size,
+        kv_dtype=cell.kv_dtype,
     )
 
 
@@ -804,6 +839,7 @@ def document(run: Run) -> dict[str, Any]:
                 "seq_lens": list(cell.seq_lens),
                 "window": cell.window,
                 "q_len": cell.q_len,
+                "kv_dtype": cell.kv_dtype,
                 "kv_bytes": cell.kv_bytes,
                 "skipped": row.skipped,
                 "num_pages": row.num_pages,
@@ -815,6 +851,7 @@ def document(run: Run) -> dict[str, Any]:
                 "floor": asdict(row.floor),
                 "results": results,
                 "cost": row.cost,
+                "faster": run.faster(row),
             }
         )
     target = run.policy.target
@@ -897,6 +934,9 @@ def tables(run: Run) -> str:
         parts.append(report.table("us a layer; ratio: the best peer's queued time over ours", *_own_rows(run), left=1))
         if run.peers:
             parts.append(report.table("peers: queued us a layer, and over ours", *_peer_rows(run), left=1))
+    if any(row.cell.quantised for row in run.rows):
+        title = "quantised: queued us a layer, and bfloat16's at as many tokens over it"
+        parts.append(report.table(title, *_quantised_rows(run), left=1))
     return "\n".join([report.render(*parts), *_summary(run), *_reasons(run)])
 
 
@@ -963,6 +1003,22 @@ def _peer_rows(run: Run) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     return ("cell", "ours", *run.peers), rows
 
 
+def _quantised_rows(run: Run) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """A row for each batch, a column for each dtype."""
+    shown: dict[Cell, dict[str, str]] = {}
+    for row in run.rows:
+        if row.cell.quantised:
+            text = f"{number(row.us(OURS))} {ratio(run.faster(row))}"
+            shown.setdefault(replace(row.cell, kv_dtype="bfloat16"), {})[row.cell.kv_dtype] = text
+    wide = {row.cell: number(row.us(OURS)) for row in run.rows}
+    dtypes = [dtype for dtype in KV_SCALES if dtype != "bfloat16"]
+    rows = [
+        (cell.name, report.si_bytes(cell.kv_bytes), wide.get(cell), *(texts.get(dtype) for dtype in dtypes))
+        for cell, texts in shown.items()
+    ]
+    return ("cell", "KV in bfloat16", "bfloat16", *dtypes), rows
+
+
 def _cost_rows(run: Run) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     rows = []
     for row in run.rows:
@@ -995,6 +1051,13 @@ def _summary(run: Run) -> list[str]:
             f"cost of one fixed tree over the best count of each cell: geomean {cost(mean - 1)}, worst"
             f" {cost(costs[worst])} ({worst}), {len(costs)} cells"
         )
+    for dtype in KV_SCALES:
+        faster = [x for row in run.rows if row.cell.kv_dtype == dtype and (x := run.faster(row)) is not None]
+        if faster:
+            lines.append(
+                f"{dtype} at as many tokens as bfloat16: geomean {ratio(geomean(faster))} faster, least"
+                f" {ratio(min(faster))}, {len(faster)} cells"
+            )
     over = [x for row in run.rows if (x := row.over(OURS, row.floor.queued_us)) is not None]
     if over:
         lines.append(f"over the floor: geomean {ratio(geomean(over))}, worst {ratio(max(over))}, {len(over)} cells")

@@ -306,7 +306,7 @@ def _import_function(text: str) -> Callable[..., Any]:
     show_default=True,
     metavar="NAME",
     help=f"Cells: {', '.join(SUITES)}. invariance: one tree against every split count; window: sliding windows, beside"
-    " contexts as long; mtp: several query tokens; smoke: small, for a CPU.",
+    " contexts as long; mtp: several query tokens; fp8: quantised caches, beside bfloat16; smoke: small, for a CPU.",
 )
 @click.option(
     "--peers",

@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splitk_jax.policy import ceil_div
 
@@ -18,9 +18,9 @@ class Model:
     head_dim: int
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's bfloat16 key and value in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * 2
+    def token_values(self) -> int:
+        """Numbers of one token's key and value in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
 
 
 MODELS = {
@@ -34,6 +34,10 @@ MODELS = {
 }
 
 
+KV_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+"""Bytes of a number of each dtype that a cell's keys and values may have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One decode step: a model's layer over a batch of sequences in pages.
@@ -45,6 +49,7 @@ class Cell:
       context: what the lengths are called: `8k`, `log 512-16k`.
       window: tokens that a query attends, itself included; None for all.
       q_len: query tokens of each sequence, its last tokens; each attends up to itself.
+      kv_dtype: of keys and values, in `KV_BYTES`.
     """
 
     model: str
@@ -53,6 +58,7 @@ class Cell:
     context: str
     window: int | None = None
     q_len: int = 1
+    kv_dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -60,9 +66,15 @@ class Cell:
 
     @property
     def span(self) -> str:
-        """The context, with the window and the query tokens where they are not all and one: `128k w1k`, `8k q4`."""
+        """The context, with the window, the query tokens and the dtype where they are not all, one and bfloat16."""
         window = "" if self.window is None else f" w{tokens(self.window)}"
-        return self.context + window + ("" if self.q_len == 1 else f" q{self.q_len}")
+        q_len = "" if self.q_len == 1 else f" q{self.q_len}"
+        kv_dtype = f" {self.kv_dtype.removeprefix('float8_').removesuffix('fn')}" if self.quantised else ""
+        return self.context + window + q_len + kv_dtype
+
+    @property
+    def quantised(self) -> bool:
+        return self.kv_dtype != "bfloat16"
 
     @property
     def heads(self) -> Model:
@@ -90,13 +102,18 @@ class Cell:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer, keys and values, in bfloat16."""
-        return self.page_size * self.heads.token_bytes
+        """Bytes of one page of one layer, keys and values."""
+        return self.page_size * self.token_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of attended bfloat16 keys and values in one layer: what a decode step must read."""
-        return self.attended * self.heads.token_bytes
+        """Bytes of attended keys and values in one layer: what a decode step must read."""
+        return self.attended * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value in one layer."""
+        return self.heads.token_values * KV_BYTES[self.kv_dtype]
 
 
 def tokens(count: int) -> str:
@@ -201,6 +218,26 @@ SUITES = {
             *(equal(model, 16, 8 * K, 64, q_len=q_len) for q_len in (1, 2, 4, 8)),
             equal(model, 1, 8 * K, q_len=4),
             equal(model, 64, 2 * K, q_len=4),
+        )
+    ),
+    # Quantised caches, each after bfloat16 at as many tokens and at as many bytes.
+    "fp8": tuple(
+        cell
+        for model, batch, seq_len, page_size in (
+            ("llama3-8b", 16, 8 * K, 64),
+            ("llama3-8b", 64, 2 * K, 16),
+            ("qwen3-d256", 16, 8 * K, 64),
+            ("llama3-8b", 1, 128 * K, 16),
+            ("llama3-8b", 1, 8 * K, 16),
+        )
+        for cell in (
+            equal(model, batch, seq_len, page_size),
+            equal(model, batch, seq_len // 2, page_size),
+            *(
+                replace(equal(model, batch, seq_len, page_size), kv_dtype=dtype)
+                for dtype in KV_BYTES
+                if dtype != "bfloat16"
+            ),
         )
     ),
     # Small enough for a CPU and the reference backend.

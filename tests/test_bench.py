@@ -105,7 +105,20 @@ class TestShapes:
                 (4, 64, 2 * K, 16),
             ]
 
+    def test_fp8_has_bfloat16_at_as_many_tokens_and_at_as_many_bytes_first(self):
+        seen = []
+        for cell in SUITES["fp8"]:
+            wide = dataclasses.replace(cell, kv_dtype="bfloat16")
+            if cell.quantised:
+                assert wide in seen
+                assert cell.kv_bytes in {other.kv_bytes for other in seen if not other.quantised}
+                assert 2 * cell.kv_bytes == wide.kv_bytes
+            seen.append(cell)
+        assert {cell.kv_dtype for cell in seen} == {"bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"}
+        assert max(cell.kv_bytes for cell in seen) >= 500e6
+
     def test_names_say_what_is_not_the_default(self):
+        assert dataclasses.replace(equal("mha", 2, 1 * K), kv_dtype="float8_e4m3fn").name == "mha b2 1k e4m3 p16"
         assert equal("mha", 2, 1 * K).name == "mha b2 1k p16"
         assert equal("mha", 2, 8 * K, 64, window=1 * K).name == "mha b2 8k w1k p64"
         assert equal("mha", 2, 8 * K, q_len=4).name == "mha b2 8k q4 p16"
@@ -116,7 +129,7 @@ class TestShapes:
         assert cell.attended == 5 + 64 + 64
         cell = dataclasses.replace(cell, q_len=4)  # the first of four queries reaches three tokens further back
         assert cell.attended == 5 + 64 + 67
-        assert cell.kv_bytes == cell.attended * MODELS["tiny"].token_bytes
+        assert cell.kv_bytes == cell.attended * 2 * MODELS["tiny"].token_values
         assert (cell.width, cell.live_pages) == (63, 1 + 4 + 63)
         assert dataclasses.replace(cell, window=None).attended == 1069
 
@@ -195,7 +208,7 @@ class TestSmoke:
         for key in {key for part in keys for key in part}:
             assert key in bench.__doc__, key
         for cell in facts["cells"]:
-            assert cell["kv_bytes"] == sum(cell["seq_lens"]) * MODELS["tiny"].token_bytes
+            assert cell["kv_bytes"] == sum(cell["seq_lens"]) * 2 * MODELS["tiny"].token_values
             assert cell["layers"] >= 2
             assert cell["skipped"] is cell["cost"] is None
             assert cell["plan"]["backend"] == "reference"
@@ -342,7 +355,7 @@ class TestWindowsAndQueryTokens:
                 assert 0 < result["error"] < bench.TOLERANCE
                 assert result["tb_per_s"] == pytest.approx(cell.kv_bytes / result["queued_us"] / 1e6)
 
-    @pytest.mark.parametrize("suite", ["window", "mtp"])
+    @pytest.mark.parametrize("suite", ["window", "mtp", "fp8"])
     def test_tables_name_each_cell_in_the_usual_width(self, suite):
         done = run("--suite", suite, "--seconds", "1e-9")
         assert done.exit_code == 0, done.output
@@ -464,6 +477,56 @@ def test_our_steps_lower_for_a_gpu(cell):
         jax.ShapeDtypeStruct((cell.batch,), jnp.int32),
     )
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_profiler_gets_what_it_takes_for_a_jitted_function():
+    """And can call twice, although a step consumes what it is given."""
+    step = jax.jit(lambda x, y: (x + y, x * 2), donate_argnums=0)
+    fed = bench._Fed(step, jnp.zeros(2))
+    assert isinstance(fed, jax.stages.Wrapped)
+    fed(jnp.ones(2))
+    np.testing.assert_array_equal(fed(jnp.ones(2)), [2, 2])
+
+
+QUANTISED_CELLS = tuple(
+    dataclasses.replace(equal("tiny", 2, 300), kv_dtype=dtype)
+    for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+)
+
+
+class TestQuantised:
+    def test_a_run(self, monkeypatch):
+        monkeypatch.setitem(SUITES, "fp8", QUANTISED_CELLS)
+        done = run("--suite", "fp8", "--json", "-", "--peers", "gather")
+        assert done.exit_code == 0, done.output
+        facts = json.loads(done.stdout)
+        ours, peer = of("splitk_jax", facts), of("gather", facts)
+        assert [result["status"] for result in ours] == ["ok"] * 4
+        assert [result["status"] for result in peer] == ["ok", *["unserved"] * 3]
+        assert all(0 < result["error"] < bench.TOLERANCE for result in ours)
+        wide, *others = facts["cells"]
+        assert wide["faster"] is None
+        for cell, result in zip(others, ours[1:], strict=True):
+            assert cell["faster"] == pytest.approx(ours[0]["queued_us"] / result["queued_us"])
+            assert 2 * cell["kv_bytes"] == wide["kv_bytes"]
+            assert result["tb_per_s"] == pytest.approx(cell["kv_bytes"] / result["queued_us"] / 1e6)
+
+    @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+    def test_a_scale_that_is_off(self, monkeypatch, name):
+        def spoilt(*args, **options):
+            return sk.paged_decode_attention(*args, **options | {name: 1.02 * options[name]})
+
+        monkeypatch.setitem(SUITES, "smoke", QUANTISED_CELLS[3:])
+        monkeypatch.setattr(bench, "paged_decode_attention", spoilt)
+        (result,) = of("splitk_jax", json.loads(run("--json", "-", "--peers", "none").stdout))
+        assert result["status"] == "wrong"
+
+    def test_the_table_and_the_summary(self, monkeypatch):
+        monkeypatch.setitem(SUITES, "smoke", QUANTISED_CELLS)
+        done = run("--peers", "none")
+        assert done.exit_code == 0, done.output
+        assert "bfloat16's at as many tokens over it" in done.stdout
+        assert "int8 at as many tokens as bfloat16: geomean " in done.stdout
 
 
 def test_invariance_compares_the_plan_with_pinned_counts(monkeypatch):
