@@ -11,17 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from splitk_jax.plan import MAX_TOKENS, DecodePlan
+from splitk_jax.plan import MAX_TOKENS, USE_REFERENCE, DecodePlan
 from splitk_jax.target import QUANTISED_DTYPES, whole_number
 
 MOSAIC_JAX = (0, 11)
 """The first JAX whose Pallas has what the mosaic kernels use."""
-
-MAX_Q_LEN = 16
-"""Query tokens of a sequence in one call of the mosaic backend."""
-
-MAX_SCRATCH_BYTES = 1 << 31
-"""Partials of a call of several query tokens, where every row's go through memory."""
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Below it a float32 is subnormal, and arithmetic may take it for 0."""
@@ -278,24 +272,13 @@ def require_served_by_mosaic(
     Raises:
       NotImplementedError: naming what was asked for and the backend that serves it.
     """
-    instead = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
-    q_len = q.shape[1] if q.ndim == 4 else 1
-    if q_len > MAX_Q_LEN:
-        raise NotImplementedError(f"q_len={q_len}: the mosaic backend serves up to {MAX_Q_LEN} query tokens; {instead}")
+    plan.require_query_tokens(q.shape[1] if q.ndim == 4 else 1, batch=q.shape[0])
+    instead = USE_REFERENCE
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None and scale.ndim == 3:
             raise NotImplementedError(
                 f"{name} of shape {list(scale.shape)}: the mosaic backend serves one scale, or one a KV head, and not"
                 f" one a token; {instead}"
-            )
-    if q_len > 1:
-        batch, packed = q.shape[0], plan.packed(q_len)
-        needed = packed.scratch_bytes(batch * q_len)
-        if not packed.mosaic_tile.direct and needed > MAX_SCRATCH_BYTES:
-            raise NotImplementedError(
-                f"q_len={q_len} in a batch of {batch} with head_dim_v={plan.head_dim_v}: the mosaic backend would need"
-                f" {needed} bytes of partials, and serves up to {MAX_SCRATCH_BYTES};"
-                f" decode fewer sequences or tokens at once, or {instead}"
             )
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))

@@ -142,11 +142,21 @@ def _override_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--kv-dtype", default="bfloat16", show_default=True)
 @click.option("--num-seqs", type=int, help="Static batch bucket, for legacy and adaptive.  [default: max-decode-seqs]")
 @click.option("--max-seq-len", type=int, help="Tokens of the longest sequence, for adaptive and fixed_size.")
+@click.option("--q-len", type=int, default=1, show_default=True, help="Query tokens of a sequence in one call.")
+@click.option("--window", type=int, help="Tokens that a query attends, itself included.  [default: all]")
 @click.option("--compare", metavar="TARGET,TARGET,...", help="Put these targets side by side, instead of --target.")
 @click.option("--plot", "plot_path", metavar="FILE.png", help="Draw splits and CTAs by context, and split trees.")
 @_override_options
 @_as_json
-def explain(target: str | None, compare: str | None, plot_path: str | None, as_json: bool, **options: Any) -> None:
+def explain(
+    target: str | None,
+    q_len: int,
+    window: int | None,
+    compare: str | None,
+    plot_path: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Explain the plan for a model's shape: why this split count, what it launches, where each setting is from."""
     if compare is not None and (target is not None or plot_path is not None):
         raise ValueError(f"--compare={compare!r} goes with neither --target nor --plot")
@@ -158,6 +168,7 @@ def explain(target: str | None, compare: str | None, plot_path: str | None, as_j
         if options[key] is not None
     }
     shape = {key: value for key, value in options.items() if key not in _override_flags()}
+    call: dict[str, Any] = {"q_len": q_len, "window": window}
     if compare is not None:
         names = [name.strip() for name in compare.split(",")]
         plans = {}
@@ -167,19 +178,19 @@ def explain(target: str | None, compare: str | None, plot_path: str | None, as_j
             except (ValueError, NotImplementedError) as e:
                 raise ValueError(f"--compare, {name}: {e}") from e
         if as_json:
-            click.echo(json.dumps({name: plan.report() for name, plan in plans.items()}, indent=2))
+            click.echo(json.dumps({name: plan.report(**call) for name, plan in plans.items()}, indent=2))
         else:
-            click.echo(compared(plans))
+            click.echo(compared(plans, **call))
         return
     plan: DecodePlan = load_policy(target, **overrides).plan(**shape)
-    click.echo(json.dumps(plan.report(), indent=2) if as_json else plan.explain())
+    click.echo(json.dumps(plan.report(**call), indent=2) if as_json else plan.explain(**call))
     if plot_path is not None:
         plot_plan(plan, plot_path)
 
 
-def compared(plans: dict[str, DecodePlan]) -> str:
-    """Plans of one shape for several targets, a column each."""
-    reports = {name: plan.report() for name, plan in plans.items()}
+def compared(plans: dict[str, DecodePlan], **call: Any) -> str:
+    """Plans of one shape for several targets, a column each; `call` as `DecodePlan.report` takes it."""
+    reports = {name: plan.report(**call) for name, plan in plans.items()}
     each = list(reports.values())
 
     facts = [

@@ -18,6 +18,8 @@ from splitk_jax.target import BACKENDS, FLOAT_DTYPES, KV_DTYPES, QUANTISED_DTYPE
 from splitk_jax.tiles import (
     MAX_COLUMNS,
     MAX_COPIES,
+    MAX_Q_LEN,
+    MAX_SCRATCH_BYTES,
     MOSAIC_DTYPES,
     MOSAIC_HEAD_DIMS,
     MOSAIC_QUANTISED_HEAD_DIMS,
@@ -25,6 +27,8 @@ from splitk_jax.tiles import (
     WARPGROUP,
     MosaicTile,
 )
+
+USE_REFERENCE = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
 
 TREE_VERSION = 3
 """Moves when the split rules or the fold change, since bits move with them."""
@@ -396,9 +400,12 @@ class DecodePlan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
+        return self._workspace_bytes(1)
+
+    def _workspace_bytes(self, q_len: int) -> int:
         if self.backend == "mosaic":
-            return self.scratch_bytes(self.row_capacity)
-        slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity)
+            return self.packed(q_len).scratch_bytes(self.row_capacity * q_len)
+        slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity * q_len)
         return slots * (self.head_dim_v + 2) * 4
 
     def _require_served_by_mosaic(self) -> None:
@@ -519,12 +526,36 @@ class DecodePlan:
             max_seq_len=self.max_seq_len,
         )
 
+    def require_query_tokens(self, q_len: int, *, batch: int) -> None:
+        """Refuses more query tokens a sequence than the plan's backend serves.
+
+        Raises:
+          NotImplementedError: naming what was asked for and the backend that serves it.
+        """
+        if self.backend != "mosaic" or q_len == 1:
+            return
+        if q_len > MAX_Q_LEN:
+            raise NotImplementedError(
+                f"q_len={q_len}: the mosaic backend serves up to {MAX_Q_LEN} query tokens; {USE_REFERENCE}"
+            )
+        packed = self.packed(q_len)
+        needed = packed.scratch_bytes(batch * q_len)
+        if not packed.mosaic_tile.direct and needed > MAX_SCRATCH_BYTES:
+            raise NotImplementedError(
+                f"q_len={q_len} in a batch of {batch} with head_dim_v={self.head_dim_v}: the mosaic backend would need"
+                f" {needed} bytes of partials, and serves up to {MAX_SCRATCH_BYTES};"
+                f" decode fewer sequences or tokens at once, or {USE_REFERENCE}"
+            )
+
     def facts(self) -> dict[str, Any]:
         """The plan's own fields as plain values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "policy"}
 
-    def report(self) -> dict[str, Any]:
-        """What `explain` shows, as plain values for programs."""
+    def report(self, *, q_len: int = 1, window: int | None = None) -> dict[str, Any]:
+        """What `explain` shows, as plain values for programs; the arguments are those of `explain`."""
+        q_len = whole_number("q_len", q_len)
+        window = None if window is None else whole_number("window", window)
+        self.require_query_tokens(q_len, batch=1)
         policy, target = self.policy, self.policy.target
         bandwidth = None if target is None else target.hbm_gb_per_s
         token_bytes = self.num_kv_heads * (self.head_dim + self.head_dim_v) * _itemsize(self.kv_dtype)
@@ -545,14 +576,17 @@ class DecodePlan:
         asked = set() if self.max_seq_len is None else {self.max_seq_len}
         longest = min(self.max_tokens, *asked) if asked else self.max_tokens
         for tokens in sorted(asked.union(n for n in REPORT_CONTEXTS if n <= longest)):
-            edges, kv_bytes = self.edges(np.int64(tokens)), tokens * token_bytes
+            edges = self.edges(np.int64(tokens), window=window)
+            splits = int(edges.stop - edges.first)
+            attended = tokens if window is None else min(tokens, window + q_len - 1)
+            kv_bytes = attended * token_bytes
             contexts.append(
                 {
                     "tokens": tokens,
-                    "active_splits": int(edges.stop),
-                    "tokens_per_split": min(int(edges.span), tokens),
+                    "active_splits": splits,
+                    "tokens_per_split": min(int(edges.span), attended),
                     "kv_bytes": kv_bytes,
-                    "split_us": _round(decision.read_us(self, kv_bytes, int(edges.stop) * self.ctas)),
+                    "split_us": _round(decision.read_us(self, kv_bytes, splits * self.ctas)),
                     "unsplit_us": _round(decision.read_us(self, kv_bytes, self.ctas)),
                 }
             )
@@ -567,8 +601,10 @@ class DecodePlan:
             "formula": self._formula(),
             "plan": self.facts(),
             "batch_invariant": self.batch_invariant,
-            "workspace_bytes": self.workspace_bytes,
-            "launch": self._launch(),
+            "q_len": q_len,
+            "window": window,
+            "workspace_bytes": self._workspace_bytes(q_len),
+            "launch": self.packed(q_len)._launch() if self.backend == "mosaic" else None,
             "fingerprint": self.fingerprint(),
             "batches": batches,
             "contexts": contexts,
@@ -577,9 +613,17 @@ class DecodePlan:
             "settings": [{"key": k, "value": v, "origin": o} for k, v, o in policy.settings()],
         }
 
-    def explain(self) -> str:
-        """The decision as a person reads it: why this split count, what it launches, and where each setting is from."""
-        facts = self.report()
+    def explain(self, *, q_len: int = 1, window: int | None = None) -> str:
+        """The decision as a person reads it: why this split count, what it launches, and where each setting is from.
+
+        Args:
+          q_len: query tokens of a sequence in one call, which move no split: what the call launches.
+          window: tokens that a query attends, itself included; None for all: what each context then reads.
+
+        Raises:
+          NotImplementedError: more query tokens than the backend serves. ValueError, TypeError: not counts.
+        """
+        facts = self.report(q_len=q_len, window=window)
         target = self.policy.target
         where = "no target" if target is None else f"{target.name}: {target.hardware_name}, {target.arch}"
         invariant = "yes" if self.batch_invariant else "NO: the split count moves with the batch bucket"
@@ -593,8 +637,9 @@ class DecodePlan:
             f" ceil(group {self.group} / {self.heads_per_cta} heads a CTA), at one split",
             f"batch-invariant  {invariant}",
             f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
-            *self._launch_lines(facts["launch"]),
-            f"workspace        {report.si_bytes(self.workspace_bytes)} of float32 partials",
+            *self._call_lines(q_len, window),
+            *(self.packed(q_len)._launch_lines(facts["launch"]) if facts["launch"] is not None else []),
+            f"workspace        {report.si_bytes(facts['workspace_bytes'])} of float32 partials",
             f"fingerprint      {facts['fingerprint']}",
             "",
         ]
@@ -653,9 +698,15 @@ class DecodePlan:
         teams = self.launch_teams
         return {"teams": teams, "ctas": teams * self.ctas, "smem_bytes": self.mosaic_tile.smem_bytes(self.stages)}
 
-    def _launch_lines(self, launch: dict[str, int] | None) -> list[str]:
-        if launch is None:
-            return []
+    def _call_lines(self, q_len: int, window: int | None) -> list[str]:
+        asked = [] if q_len == 1 else [f"{q_len} query tokens a sequence"]
+        if q_len > 1 and self.backend == "mosaic":
+            asked.append(f"{self.packed(q_len).mosaic_tile.heads} of their heads a warpgroup")
+        if window is not None:
+            asked.append(f"a window of {window} tokens")
+        return [f"call             {', '.join(asked)}"] if asked else []
+
+    def _launch_lines(self, launch: dict[str, int]) -> list[str]:
         return [
             f"launch           {launch['ctas']} CTAs at every batch, {launch['teams']} teams of {self.ctas};"
             f" {launch['smem_bytes']} bytes of shared memory each, {self.stages} stages,"

@@ -14,6 +14,12 @@ ROWS = 64
 MAX_COLUMNS = 64
 """Query heads of one CTA."""
 
+MAX_Q_LEN = 16
+"""Query tokens of a sequence in one call."""
+
+MAX_SCRATCH_BYTES = 1 << 31
+"""Partials of a call of several query tokens, where every row's go through memory."""
+
 MAX_COPIES = 32
 """TMA copies of keys in one step: a bit each says which page is not there."""
 

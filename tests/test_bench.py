@@ -7,6 +7,7 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -482,7 +483,7 @@ def test_our_steps_lower_for_a_gpu(cell):
 def test_the_profiler_gets_what_it_takes_for_a_jitted_function():
     """And can call twice, although a step consumes what it is given."""
     step = jax.jit(lambda x, y: (x + y, x * 2), donate_argnums=0)
-    fed = bench._Fed(step, jnp.zeros(2))
+    fed: Any = bench._Fed(step, jnp.zeros(2))
     assert isinstance(fed, jax.stages.Wrapped)
     fed(jnp.ones(2))
     np.testing.assert_array_equal(fed(jnp.ones(2)), [2, 2])

@@ -70,6 +70,14 @@ def test_explain():
     assert json.loads(run(*args, "--json").output)["plan"]["num_splits"] == 66
 
 
+def test_explain_of_a_call():
+    done = run(*EXPLAIN, "--q-len", "4", "--window", "1024")
+    assert "call             4 query tokens a sequence, 16 of their heads a warpgroup, a window of 1024" in done.output
+    shape = [x for x in EXPLAIN if x not in ("--target", "h200")]
+    facts = json.loads(run(*shape, "--q-len", "4", "--compare", "h200,b200", "--json").output)
+    assert [report["q_len"] for report in facts.values()] == [4, 4]
+
+
 @pytest.mark.parametrize(("text", "count"), [("11", 11), ("off", 1)])
 def test_explain_under_the_environment(text, count):
     done = run(*EXPLAIN, env={"SPLITK_JAX_SPLITS": text})
@@ -103,6 +111,8 @@ def test_flags_go_before_the_environment(flag, text, key, value):
         ([*EXPLAIN, "--splits", " 8"], {}, "--splits=' 8' is not valid"),
         ([*EXPLAIN, "--splits", "fixed_size"], {}, "max_seq_len=None: the fixed_size rule needs"),
         ([*EXPLAIN, "--kv-dtype", "int4"], {}, "kv_dtype=int4: KV quantised so is served by no backend"),
+        ([*EXPLAIN, "--q-len", "17"], {}, "q_len=17: the mosaic backend serves up to 16 query tokens"),
+        ([*EXPLAIN, "--window", "0"], {}, "window=0 is out of range"),
         ([*EXPLAIN, "--kv-heads", "5"], {}, "num_q_heads=32 must be a multiple of num_kv_heads=5"),
         (["show", "h300"], {}, "target 'h300' is not known: accepted are a100"),
         (["show", "/nowhere/x.toml"], {}, "target file '/nowhere/x.toml' does not exist or is not a regular file"),

@@ -331,6 +331,58 @@ class TestExplain:
         assert len(plan.fingerprint()) == 16
 
 
+class TestExplainedCalls:
+    """What a call adds to its plan: query tokens and a window."""
+
+    PLAN = sk.load_policy("h200", environ={}).plan(**SHAPE)
+
+    def test_a_window_costs_what_its_tokens_cost(self):
+        rows = {row["tokens"]: row for row in self.PLAN.report(window=1024)["contexts"]}
+        whole = {row["tokens"]: row for row in self.PLAN.report()["contexts"]}
+        assert rows[256] == whole[256]
+        for tokens, row in rows.items():
+            bounds = [b for b in self.PLAN.split_bounds(tokens, window=1024) if b != (0, 0)]
+            assert row["active_splits"] == len(bounds)
+            if tokens >= 1024:
+                assert row == whole[1024] | {"tokens": tokens}
+        assert "call             a window of 1024 tokens" in self.PLAN.explain(window=1024)
+
+    def test_query_tokens_move_no_split(self):
+        alone, several = self.PLAN.report(), self.PLAN.report(q_len=4)
+        assert several["q_len"] == 4
+        for key in ("plan", "fingerprint", "batches", "contexts"):
+            assert several[key] == alone[key]
+        packed = self.PLAN.packed(4)
+        assert several["workspace_bytes"] == packed.scratch_bytes(4 * self.PLAN.row_capacity)
+        assert several["launch"]["smem_bytes"] == packed.mosaic_tile.smem_bytes(packed.stages)
+        text = self.PLAN.explain(q_len=4, window=99)
+        assert (
+            "call             4 query tokens a sequence, 16 of their heads a warpgroup, a window of 99 tokens" in text
+        )
+        assert f"{several['launch']['smem_bytes']} bytes of shared memory each" in text
+        assert self.PLAN.report(q_len=4, window=99)["contexts"][1]["kv_bytes"] == 102 * 8 * 256 * 2
+
+    def test_the_reference_backend_has_rows_for_each(self):
+        plan = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE)
+        assert plan.report(q_len=20)["workspace_bytes"] == 20 * plan.workspace_bytes
+        assert plan.report(q_len=20)["launch"] is None
+
+    @pytest.mark.parametrize(
+        ("call", "error", "match"),
+        [
+            ({"q_len": 17}, NotImplementedError, "q_len=17: the mosaic backend serves up to 16 .*reference"),
+            ({"q_len": 0}, ValueError, "q_len=0 is out of range"),
+            ({"window": 0}, ValueError, "window=0 is out of range"),
+            ({"window": 1.5}, TypeError, "window=1.5"),
+        ],
+        ids=str,
+    )
+    def test_refuses(self, call, error, match):
+        for explain in (self.PLAN.report, self.PLAN.explain):
+            with pytest.raises(error, match=match):
+                explain(**call)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_quantised_kv_in_explain(dtype):
     plan = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE, kv_dtype=dtype)
