@@ -77,6 +77,13 @@ def test_the_policy_page_runs_as_written(monkeypatch):
     assert set(re.findall(r"\]\((plan-[a-z0-9]+\.png)\)", page)) == {p.name for p in (ROOT / "docs").glob("*.png")}
 
 
+def test_the_prefix_page_runs_as_written():
+    scope = {}
+    for code in blocks((ROOT / "docs" / "prefix.md").read_text(), "python"):
+        exec(code, scope)
+    assert scope["out"].shape == (6, 8, 64)
+
+
 def test_every_variable_is_documented():
     for text in (README, CONFIGS):
         assert set(re.findall(r"`(SPLITK_JAX_[A-Z_]*[A-Z])`", text)) == set(ENV_NAMES)
