@@ -325,21 +325,25 @@ class DecodePlan:
         """The launch of `q_len` query tokens a sequence in the mosaic backend, as one of as many more heads.
 
         The heads of all tokens that share a KV head lie side by side, token by token, so that keys and values are read
-        once for all of them. The tree and the steps are the plan's.
+        once for all of them, and some that nobody asked for behind them where equal parts need it. The tree and the
+        steps are the plan's.
         """
         if q_len == 1:
             return self
         assert self.stages is not None  # a plan of this backend has them
         tile, group = self.mosaic_tile, self.group * q_len
-        fewest = ceil_div(group, PACKED_COLUMNS)
-        blocks = next(n for n in range(fewest, group + 1) if group % n == 0)
+        blocks = ceil_div(group, PACKED_COLUMNS)
+        if self.warpgroups > 1 and blocks > 1:
+            blocks += blocks % 2  # for two warpgroups a CTA
+        heads = ceil_div(group, blocks)
+        group = heads * blocks
         kv_heads = tile.kv_heads if blocks == 1 else 1
         parts = 2 if kv_heads == 1 and self.warpgroups > 1 and blocks % 2 == 0 else 1
-        tile = replace(tile, group=group, heads=group // blocks, blocks=blocks, kv_heads=kv_heads, parts=parts)
+        tile = replace(tile, group=group, heads=heads, blocks=blocks, kv_heads=kv_heads, parts=parts)
         stages = self.stages * self.kv_heads_per_cta // kv_heads
         return replace(
             self,
-            num_q_heads=self.num_q_heads * q_len,
+            num_q_heads=self.num_kv_heads * group,
             heads_per_cta=group * parts // blocks,
             kv_heads_per_cta=kv_heads,
             warpgroups=tile.warpgroups,

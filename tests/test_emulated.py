@@ -32,6 +32,8 @@ CASES = {
     "q16-mqa-page64": Case((6, 1), 64, batch=2, q_len=16, page_size=64, launch_ctas=9),
     "q3-dv80-sinks": Case((2, 2), 64, 80, batch=3, q_len=3, sinks=True, launch_ctas=4),
     "q8-window1-fixed": Case((4, 2), 64, batch=2, q_len=8, window=1, splits="fixed_size"),
+    "q5-group5-sinks": Case((10, 2), 64, batch=2, q_len=5, sinks=True, launch_ctas=9),
+    "q3-group7-dv80": Case((7, 1), 64, 80, batch=2, q_len=3, sinks=True, window=90),
     "e4m3": Case((8, 2), batch=3, kv_dtype="float8_e4m3fn"),
     "e5m2-q3-window": Case((4, 2), 64, batch=2, kv_dtype="float8_e5m2", q_len=3, window=70, page_size=8),
     "int8-dv96-sinks": Case((4, 1), 64, 96, batch=4, kv_dtype="int8", sinks=True, launch_ctas=7),

@@ -48,6 +48,7 @@ QUERY_TOKENS = {
     "q16-llama-f16-page8": (16, HOPPER(heads=(32, 8), head_dim=128, splits="balanced", dtype="float16", page_size=8)),
     "q4-mqa-page64": (4, HOPPER(heads=(32, 1), head_dim=128, splits="balanced", page_size=64)),
     "q5-d256": (5, HOPPER(heads=(24, 4), head_dim=256, splits=11, page_size=64)),
+    "q5-group5-sinks": (5, HOPPER(heads=(40, 8), head_dim=128, splits="balanced", sinks=True)),
     "q7-d80-sinks": (7, HOPPER(heads=(2, 2), head_dim=80, splits="balanced", sinks=True)),
     "q4-everything": (4, HOPPER(heads=(32, 8), head_dim=128, splits=9, window=100, softcap=3.0, sinks=True)),
     "q6-window4": (6, HOPPER(heads=(8, 2), head_dim=128, splits="balanced", window=4)),

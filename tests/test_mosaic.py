@@ -317,6 +317,8 @@ OPTIONS = {
     "q2-group128": Case((128, 1), q_len=2),
     "q3-dv256": Case((28, 4), 64, 256, q_len=3, softcap=3.0),
     "q16-window1-page256": Case((16, 2), 64, page_size=256, q_len=16, window=1),
+    "q5-group5": Case((40, 8), q_len=5, batch=64, sinks=True),
+    "q7-group7-d64": Case((28, 4), 64, q_len=7),
     "e4m3": Case((32, 8), kv_dtype="float8_e4m3fn", window=300, sinks=True),
     "e5m2-d256-f16": Case((24, 4), 256, dtype="float16", kv_dtype="float8_e5m2", page_size=64),
     "int8-mqa-q4": Case((32, 1), kv_dtype="int8", q_len=4, page_size=8),

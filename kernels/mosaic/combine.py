@@ -164,7 +164,8 @@ def combine(
                 across = [jnp.full((tile.lanes,), x) for x in (m_all, l)]
                 acc = SplitPartials(o, *across)
                 if sinks is not None:
-                    of_token = lax.div(head, jnp.int32(plan.group)) * group + lax.rem(head, jnp.int32(group))
+                    kv_head, within = lax.div(head, jnp.int32(plan.group)), lax.rem(head, jnp.int32(plan.group))
+                    of_token = kv_head * group + lax.rem(within, jnp.int32(group))
                     acc = fold_sink(acc, jnp.full((tile.lanes,), sinks_gmem[0][of_token]), lambda x: x)
                 out, lse = finish(acc, lambda x: x)
                 lse_smem[...] = lse
@@ -209,13 +210,14 @@ def combine(
     lse = lse.reshape(len(lse), -1)[:, block * tile.cols + head - first_row(plan, block, xp=np)]
     if q_len == 1:
         return out[:, None], lse[:, None]
-    of_tokens = functools.partial(_of_tokens, row_of=scheduled.row_of, num_kv_heads=plan.num_kv_heads)
+    of_tokens = functools.partial(_of_tokens, row_of=scheduled.row_of, num_kv_heads=plan.num_kv_heads, group=group)
     return of_tokens(out), of_tokens(lse)
 
 
-def _of_tokens(x: jax.Array, *, row_of: jax.Array, num_kv_heads: int) -> jax.Array:
+def _of_tokens(x: jax.Array, *, row_of: jax.Array, num_kv_heads: int, group: int) -> jax.Array:
     """[rows, heads, ...] -> [batch, q_len, num_q_heads, ...]: of each query token, what its row has of it."""
     batch, q_len = row_of.shape
-    x = x.reshape(x.shape[0], num_kv_heads, q_len, -1, *x.shape[2:])
+    x = x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])[:, :, : q_len * group]
+    x = x.reshape(x.shape[0], num_kv_heads, q_len, group, *x.shape[3:])
     x = x[row_of, :, jnp.arange(q_len)[None, :]]
     return x.reshape(batch, q_len, -1, *x.shape[4:])

@@ -91,12 +91,14 @@ def consumer_registers(warpgroups: int, widening: int) -> int:
     return min(rest // warpgroups // 8 * 8, 232)
 
 
-def pack(x: jax.Array, num_kv_heads: int) -> jax.Array:
+def pack(x: jax.Array, packed: DecodePlan) -> jax.Array:
     """[batch, q_len, num_q_heads, n] -> [batch, heads, n]: the heads of all tokens that share a KV head together."""
-    batch, q_len, num_q_heads, n = x.shape
+    batch, q_len, _, n = x.shape
     if q_len > 1:
-        x = x.reshape(batch, q_len, num_kv_heads, num_q_heads // num_kv_heads, n).swapaxes(1, 2)
-    return x.reshape(batch, q_len * num_q_heads, n)
+        x = x.reshape(batch, q_len, packed.num_kv_heads, -1, n).swapaxes(1, 2)
+        x = x.reshape(batch, packed.num_kv_heads, -1, n)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, packed.group - x.shape[2]), (0, 0)))
+    return x.reshape(batch, packed.num_q_heads, n)
 
 
 def split(
@@ -127,11 +129,11 @@ def split(
     assert stages is not None  # a plan of this backend has them
     sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window, q_len=q_len)
     slots = sched.merge.shape[0]
-    q = pack(q, plan.num_kv_heads)
+    q = pack(q, plan)
     padding = max(cols - plan.num_q_heads, 0)
     q = jnp.pad(q, ((0, 0), (0, padding), (0, 0))) if padding else q
     if sinks is not None:
-        sinks = pack(jnp.broadcast_to(sinks[None, None, :, None], (1, q_len, sinks.shape[0], 1)), plan.num_kv_heads)
+        sinks = pack(jnp.broadcast_to(sinks[None, None, :, None], (1, q_len, sinks.shape[0], 1)), plan)
         sinks = jnp.pad(sinks[0, :, 0], (0, padding))
     extra = {
         name: x if x.ndim else x.reshape(1)
