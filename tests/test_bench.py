@@ -560,7 +560,7 @@ def test_a_run_that_is_cut_says_what_it_left_out():
     [
         (
             ["--suite", "all"],
-            "--suite='all' is not known: accepted are decode, targets, invariance, window, mtp, smoke",
+            "--suite='all' is not known: accepted are decode, targets, invariance, window, mtp, fp8, smoke",
         ),
         (["--peers", "cudnn,fa4"], "--peers='cudnn,fa4': 'fa4' is not known: accepted are all, none, cudnn, fa3"),
         (["--peers", ""], "--peers='': '' is not known"),
