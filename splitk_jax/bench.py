@@ -13,6 +13,7 @@ The floor is a kernel that only reads as many bytes (`kernels/mosaic/read.py`), 
 The JSON document of a run:
 
     suite, target, device, platform_version, calls, repeats
+    date       when the document was written, UTC
     tolerance  relative error of a row and head that counts as right
     versions   {package: version}
     peers      {name: {title, version, missing}}; missing: why it cannot run here, or null
@@ -46,6 +47,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -859,6 +861,7 @@ def document(run: Run) -> dict[str, Any]:
         "suite": run.options.suite,
         "target": None if target is None else target.name,
         "device": run.device.device_kind,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform_version": run.device.client.platform_version,
         "calls": CALLS,
         "repeats": run.options.repeats,

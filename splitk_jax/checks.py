@@ -38,9 +38,9 @@ def as_array(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x, dtype=x.dtype)
 
 
-def require_dtype(name: str, x: jax.Array, *accepted: str) -> None:
+def require_dtype(name: str, x: jax.Array, *accepted: str, otherwise: str = "it is not cast for you") -> None:
     if x.dtype.name not in accepted:
-        raise TypeError(f"{name}.dtype={x.dtype.name} must be {' or '.join(accepted)}; it is not cast for you")
+        raise TypeError(f"{name}.dtype={x.dtype.name} must be {' or '.join(accepted)}; {otherwise}")
 
 
 def require_shape(name: str, x: jax.Array, expected: tuple[int | str, ...]) -> None:
@@ -101,13 +101,16 @@ def decode_arguments(
             f"q.shape[0]={batch} is above the plan's row capacity {plan.row_capacity}: plan with a larger"
             " max_decode_seqs (or num_seqs under adaptive)"
         )
-    require_dtype("q", q, plan.q_dtype)
+    require_dtype(
+        "q", q, plan.q_dtype, otherwise=f"it is not cast for you: plan with q_dtype={q.dtype.name!r}, or cast it"
+    )
 
     k_pages, v_pages = as_array("k_pages", k_pages), as_array("v_pages", v_pages)
     require_shape("k_pages", k_pages, ("num_pages", plan.page_size, plan.num_kv_heads, plan.head_dim))
     require_shape("v_pages", v_pages, (k_pages.shape[0], plan.page_size, plan.num_kv_heads, plan.head_dim_v))
-    require_dtype("k_pages", k_pages, plan.kv_dtype)
-    require_dtype("v_pages", v_pages, plan.kv_dtype)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        planned = f"it is not cast for you: plan with the kv_dtype that both pools have, here {pages.dtype.name!r}"
+        require_dtype(name, pages, plan.kv_dtype, otherwise=planned)
     block_tables, seq_lens = table_arguments(block_tables, seq_lens, batch=batch, page_size=plan.page_size)
 
     if sm_scale is None:

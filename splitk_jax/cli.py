@@ -262,14 +262,17 @@ def parse_specs(text: str) -> list[Any]:
     structs, rest = [], text.strip()
     while rest:
         match = SPEC.match(rest)
-        try:
-            if match is None:
-                raise TypeError
-            dtype = jax.numpy.dtype(SHORT_DTYPES.get(match[1], match[1]))
-        except TypeError:
+        if match is None:
             raise ValueError(
                 f"--args: {rest!r} does not begin with an array: accepted is dtype[shape], such as bf16[4,32,128] or"
                 " int32[4]"
+            )
+        try:
+            dtype = jax.numpy.dtype(SHORT_DTYPES.get(match[1], match[1]))
+        except TypeError:
+            raise ValueError(
+                f"--args: {match[1]!r} is no dtype: accepted are JAX's names, such as float8_e4m3fn, and"
+                f" {', '.join(SHORT_DTYPES)}"
             ) from None
         structs.append(jax.ShapeDtypeStruct(tuple(map(int, match[2].split(","))) if match[2].strip() else (), dtype))
         rest = rest[match.end() :]

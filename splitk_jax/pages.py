@@ -289,6 +289,11 @@ def _new_scale(name: str, scale: Any, pages: Any) -> jax.Array | None:
         if scale != PER_TOKEN:
             raise ValueError(f"{name}={scale!r} is not known: accepted are numbers, float32 arrays and {PER_TOKEN!r}")
         scale = jnp.ones(pages.shape[:3], jnp.float32)
+    elif isinstance(scale, list | tuple):
+        raise TypeError(
+            f"{name}={scale!r} must be a number, an array float32[num_kv_heads] or {PER_TOKEN!r}, got"
+            f" {type(scale).__name__}: give it as an array"
+        )
     elif getattr(scale, "ndim", 0) > 1:
         raise ValueError(
             f"{name} must be a number, [num_kv_heads] or {PER_TOKEN!r}, got shape {list(scale.shape)}: scales of each"

@@ -517,7 +517,7 @@ class DecodePlan:
     @property
     def report_batches(self) -> list[int]:
         """Batches that reports and pictures show, of those that a launch may hold."""
-        return [n for n in REPORT_BATCHES if n <= self.max_decode_seqs]
+        return sorted({self.max_decode_seqs, *(n for n in REPORT_BATCHES if n < self.max_decode_seqs)})
 
     def splits_at(self, num_seqs: int) -> int:
         """The split count of a static batch bucket: another than `num_splits` only under rules that read the bucket."""
@@ -582,13 +582,14 @@ class DecodePlan:
         for tokens in sorted(asked.union(n for n in REPORT_CONTEXTS if n <= longest)):
             edges = self.edges(np.int64(tokens), window=window)
             splits = int(edges.stop - edges.first)
+            own = tokens if window is None else min(tokens, window)
             attended = tokens if window is None else min(tokens, window + q_len - 1)
             kv_bytes = attended * token_bytes
             contexts.append(
                 {
                     "tokens": tokens,
                     "active_splits": splits,
-                    "tokens_per_split": min(int(edges.span), attended),
+                    "tokens_per_split": min(int(edges.span), own),
                     "kv_bytes": kv_bytes,
                     "split_us": _round(decision.read_us(self, kv_bytes, splits * self.ctas)),
                     "unsplit_us": _round(decision.read_us(self, kv_bytes, self.ctas)),
@@ -700,7 +701,14 @@ class DecodePlan:
             return None
         assert self.stages is not None  # a plan of this backend has them
         teams = self.launch_teams
-        return {"teams": teams, "ctas": teams * self.ctas, "smem_bytes": self.mosaic_tile.smem_bytes(self.stages)}
+        return {
+            "teams": teams,
+            "ctas": teams * self.ctas,
+            "warpgroups": self.warpgroups,
+            "heads_per_warpgroup": self.mosaic_tile.heads,
+            "stages": self.stages,
+            "smem_bytes": self.mosaic_tile.smem_bytes(self.stages),
+        }
 
     def _call_lines(self, q_len: int, window: int | None) -> list[str]:
         asked = [] if q_len == 1 else [f"{q_len} query tokens a sequence"]

@@ -226,9 +226,10 @@ SUITES = {
         for model, batch, seq_len, page_size in (
             ("llama3-8b", 16, 8 * K, 64),
             ("llama3-8b", 64, 2 * K, 16),
-            ("qwen3-d256", 16, 8 * K, 64),
+            ("qwen3-d256", 16, 8 * K, 16),
             ("llama3-8b", 1, 128 * K, 16),
             ("llama3-8b", 1, 8 * K, 16),
+            ("mqa", 128, 8 * K, 16),
         )
         for cell in (
             equal(model, batch, seq_len, page_size),

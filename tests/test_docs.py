@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -24,7 +25,7 @@ def blocks(text, language):
 
 
 def test_the_code_runs_as_written(capsys):
-    code, step, verify, inspection = blocks(README, "python")
+    code, step, verify, quantised, inspection = blocks(README, "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     scope = {}
     exec(code, scope)
@@ -42,6 +43,10 @@ def test_the_code_runs_as_written(capsys):
     assert scope["out"].shape == (4, 3, 8, 64)
     assert not scope["out"][2].any()
     assert all(scope["out"][row].all() for row in (0, 1, 3))
+    exec(quantised, scope)
+    # One token attends itself, stored as the nearest of its dtype.
+    expected = np.where(np.arange(4)[:, None, None] == 2, 0, np.ones((4, 8, 64)))
+    np.testing.assert_allclose(np.asarray(scope["out"], np.float32), expected, rtol=2**-4)
     exec(inspection, {})
     assert "scan of 24" in capsys.readouterr().out
 

@@ -445,7 +445,7 @@ class TestCommand:
             ([HERE], "splitk_inspect is taken"),
             (["builtins:dict"], "returned dict: accepted is (function, args)"),
             (["jax.numpy:sin", "--args", "f32[3"], "'f32[3' does not begin with an array"),
-            (["jax.numpy:sin", "--args", "f32[3] f33[3]"], "'f33[3]' does not begin with an array"),
+            (["jax.numpy:sin", "--args", "f32[3] f33[3]"], "'f33' is no dtype: accepted are JAX's names"),
         ],
     )
     def test_what_is_refused(self, args, message):

@@ -323,6 +323,11 @@ class TestExplain:
         rows = {row["batch"]: (row["num_splits"], row["ctas"]) for row in plan.report()["batches"]}
         assert rows == {1: (8, 16), 4: (8, 64), 16: (6, 192), 64: (2, 256)}
 
+    @pytest.mark.parametrize(("most", "batches"), [(1, [1]), (3, [1, 3]), (16, [1, 4, 16]), (200, [1, 4, 16, 64, 200])])
+    def test_the_largest_batch_is_among_those_that_are_shown(self, most, batches):
+        plan = sk.load_policy("h200", environ={}).plan(**SHAPE | {"max_decode_seqs": most})
+        assert [row["batch"] for row in plan.report()["batches"]] == batches
+
     def test_without_a_target(self):
         plan = sk.Policy(sm_count=132).plan(**SHAPE)
         assert "no target, 132 SMs" in plan.explain()
@@ -354,7 +359,9 @@ class TestExplainedCalls:
             assert several[key] == alone[key]
         packed = self.PLAN.packed(4)
         assert several["workspace_bytes"] == packed.scratch_bytes(4 * self.PLAN.row_capacity)
-        assert several["launch"]["smem_bytes"] == packed.mosaic_tile.smem_bytes(packed.stages)
+        launch = several["launch"]
+        assert launch["smem_bytes"] == packed.mosaic_tile.smem_bytes(packed.stages)
+        assert (launch["stages"], launch["warpgroups"], launch["heads_per_warpgroup"]) == (packed.stages, 2, 16)
         text = self.PLAN.explain(q_len=4, window=99)
         assert (
             "call             4 query tokens a sequence, 16 of their heads a warpgroup, a window of 99 tokens" in text
