@@ -160,6 +160,8 @@ def explain(
     """Explain the plan for a model's shape: why this split count, what it launches, where each setting is from."""
     if compare is not None and (target is not None or plot_path is not None):
         raise ValueError(f"--compare={compare!r} goes with neither --target nor --plot")
+    if plot_path is not None and (q_len != 1 or window is not None):
+        raise ValueError(f"--plot={plot_path!r} draws a plan, and goes with neither --q-len nor --window")
     if plot_path is not None:
         require_plot(plot_path)
     overrides = {

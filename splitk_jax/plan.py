@@ -30,7 +30,7 @@ from splitk_jax.tiles import (
 
 USE_REFERENCE = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
 
-TREE_VERSION = 3
+TREE_VERSION = 4
 """Moves when the split rules or the fold change, since bits move with them."""
 
 RUN_SPLITS = 8
@@ -462,7 +462,7 @@ class DecodePlan:
             raise ValueError(
                 f"stages={self.stages} of step_kv={self.step_kv} tokens need {needed} bytes of shared memory at"
                 f" head_dim={self.head_dim}, head_dim_v={self.head_dim_v}, and {target.name} has"
-                f" {limit} a CTA: state fewer stages or a shorter step in its tile row"
+                f" {limit} a CTA: state fewer stages or a shorter step in its tile row, or {USE_REFERENCE}"
             )
 
     def edges(self, seq_len: Any, *, window: int | None = None, xp: Any = np) -> SplitEdges:
@@ -560,12 +560,13 @@ class DecodePlan:
         q_len = whole_number("q_len", q_len)
         window = None if window is None else whole_number("window", window)
         self.require_query_tokens(q_len, batch=1)
+        packed = self.packed(q_len) if self.backend == "mosaic" else self
         policy, target = self.policy, self.policy.target
         bandwidth = None if target is None else target.hbm_gb_per_s
         token_bytes = self.num_kv_heads * (self.head_dim + self.head_dim_v) * _itemsize(self.kv_dtype)
         batches = []
         for batch in self.report_batches:
-            splits, unsplit = self.splits_at(batch), batch * self.ctas
+            splits, unsplit = self.splits_at(batch), batch * packed.ctas
             batches.append(
                 {
                     "batch": batch,
@@ -591,8 +592,8 @@ class DecodePlan:
                     "active_splits": splits,
                     "tokens_per_split": min(int(edges.span), own),
                     "kv_bytes": kv_bytes,
-                    "split_us": _round(decision.read_us(self, kv_bytes, splits * self.ctas)),
-                    "unsplit_us": _round(decision.read_us(self, kv_bytes, self.ctas)),
+                    "split_us": _round(decision.read_us(self, kv_bytes, splits * packed.ctas)),
+                    "unsplit_us": _round(decision.read_us(self, kv_bytes, packed.ctas)),
                 }
             )
         return {
@@ -609,12 +610,12 @@ class DecodePlan:
             "q_len": q_len,
             "window": window,
             "workspace_bytes": self._workspace_bytes(q_len),
-            "launch": self.packed(q_len)._launch() if self.backend == "mosaic" else None,
+            "launch": packed._launch() if self.backend == "mosaic" else None,
             "fingerprint": self.fingerprint(),
             "batches": batches,
             "contexts": contexts,
             "changes": decision.changes(self),
-            "warnings": decision.warnings(self),
+            "warnings": [*decision.warnings(self), *self._too_large(q_len)],
             "settings": [{"key": k, "value": v, "origin": o} for k, v, o in policy.settings()],
         }
 
@@ -695,10 +696,16 @@ class DecodePlan:
         parts.append(report.table("settings", ("key", "value", "origin"), self.policy.settings(), left=3))
         return report.render(*parts)
 
-    def _launch(self) -> dict[str, int] | None:
-        """What the mosaic backend launches at every batch; None for a backend without a launch of its own."""
-        if self.backend != "mosaic":
-            return None
+    def _too_large(self, q_len: int) -> list[str]:
+        """That the largest batch is not served with so many query tokens, where it is not."""
+        try:
+            self.require_query_tokens(q_len, batch=self.row_capacity)
+        except NotImplementedError as e:
+            return [str(e)]
+        return []
+
+    def _launch(self) -> dict[str, int]:
+        """What the mosaic backend launches at every batch."""
         assert self.stages is not None  # a plan of this backend has them
         teams = self.launch_teams
         return {

@@ -78,7 +78,7 @@ class MosaicTile:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a CTA that compute; one more loads."""
+        """Warpgroups of a CTA that compute; one more loads, and of quantised K/V one for each KV head widens values."""
         return self.kv_heads * self.parts
 
     @property
@@ -113,8 +113,8 @@ class MosaicTile:
 
     @property
     def kv_lanes(self) -> int:
-        """Lanes of one swizzled row of keys and values as they are loaded."""
-        return self._swizzle_lanes(128, 64, 32) if self.quantised else self.swizzle // 2
+        """Lanes of one swizzled row of quantised keys and values as they are loaded."""
+        return self._swizzle_lanes(128, 64, 32)
 
     def _swizzle_lanes(self, *accepted: int) -> int:
         return next(n for n in accepted if self.head_dim % n == 0 and self.head_dim_v % n == 0)
@@ -169,6 +169,8 @@ class MosaicTile:
     def fitted(self, *, num_kv_heads: int, warpgroups: int, stages: int, limit: int | None) -> tuple["MosaicTile", int]:
         """The tile of one warpgroup, widened to two where a CTA may have two and has work for them, and its stages.
 
+        Of a step that does not fit, a half or a quarter of it.
+
         Args:
           num_kv_heads: of the model.
           warpgroups: of a CTA, at most.
@@ -189,6 +191,12 @@ class MosaicTile:
             if fit(shared) >= SHARED_STAGES:
                 return shared, fit(shared)
         if warpgroups > 1 and self.heads > WIDE_HEADS and self.heads % 2 == 0:
-            halves = replace(self, heads=self.heads // 2, blocks=2 * self.blocks, parts=2)
-            return halves, fit(halves)
-        return self, fit(self)
+            tile = replace(self, heads=self.heads // 2, blocks=2 * self.blocks, parts=2)
+        else:
+            tile = self
+        while limit is not None and tile.smem_bytes(1) > limit:
+            half = tile.step_kv // 2
+            if half % ROWS or half % tile.block_kv:
+                break
+            tile = replace(tile, step_kv=half)
+        return tile, fit(tile)

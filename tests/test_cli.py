@@ -113,6 +113,7 @@ def test_flags_go_before_the_environment(flag, text, key, value):
         ([*EXPLAIN, "--kv-dtype", "int4"], {}, "kv_dtype=int4: KV quantised so is served by no backend"),
         ([*EXPLAIN, "--q-len", "17"], {}, "q_len=17: the mosaic backend serves up to 16 query tokens"),
         ([*EXPLAIN, "--window", "0"], {}, "window=0 is out of range"),
+        ([*EXPLAIN, "--window", "9", "--plot", "x.png"], {}, "--plot='x.png' draws a plan, and goes with neither"),
         ([*EXPLAIN, "--kv-heads", "5"], {}, "num_q_heads=32 must be a multiple of num_kv_heads=5"),
         (["show", "h300"], {}, "target 'h300' is not known: accepted are a100"),
         (["show", "/nowhere/x.toml"], {}, "target file '/nowhere/x.toml' does not exist or is not a regular file"),

@@ -147,6 +147,28 @@ def test_queries_of_any_size_meet_quantised_pages():
         assert_same_bits([x[:, head] for x in got], [x[:, head] for x in expected])
 
 
+@pytest.mark.parametrize("name", ["e4m3", "int8-dv96-sinks", "more-rows-than-teams", "one-split"])
+@pytest.mark.parametrize("gap", [20, 24.8, 30])
+def test_light_weights_on_large_values(name, gap):
+    """Of a token whose value is 0, as an attention sink's, all others, `gap` powers of two below it, are the output."""
+    plan, paged, options = draw(CASES[name], 9)
+    options |= {"sinks": None, "k_scale": None, "v_scale": None}
+    q, k, v = (np.zeros_like(x, np.float32) for x in (paged.q, paged.k_pages, paged.v_pages))
+    q[..., 0] = 1
+    for table, seq_len in zip(paged.block_tables, paged.seq_lens, strict=True):
+        page_size = k.shape[1]
+        tokens = np.arange(1, seq_len)
+        v[table[tokens // page_size], tokens % page_size] = 100
+        if seq_len:
+            k[table[0], 0, :, 0] = 16
+    # Logits in base 2: 16 * sm_scale * log2(e) for the first token, 0 for the others.
+    q *= gap * np.log(2) / 16 * plan.head_dim**0.5
+    paged = paged.replace(
+        q=q.astype(paged.q.dtype), k_pages=k.astype(paged.k_pages.dtype), v_pages=v.astype(paged.v_pages.dtype)
+    )
+    assert_within_rounding(emulator.decode(paged, plan, **options), paged, **options)
+
+
 @pytest.mark.parametrize("softcap", [1e-3, 50.0, 1e5, 1e8, 3e38])
 def test_a_softcap_of_any_size(softcap):
     plan, paged, _ = draw(CASES["two-kv-heads-a-cta"], 6)

@@ -391,6 +391,15 @@ class TestSharedMemory:
                     plan = case.plan(policy)
                     assert plan.mosaic_tile.smem_bytes(plan.stages) <= 227 * 1024
 
+    def test_quantised_keys_and_values_of_any_two_sizes(self):
+        """A step is halved until what it is widened to fits."""
+        sizes = MOSAIC_QUANTISED_HEAD_DIMS
+        for head_dim, head_dim_v, group in itertools.product(sizes, sizes, (1, 5, 16, 48, 64, 128)):
+            for num_kv_heads in (1, 2):
+                heads = (group * num_kv_heads, num_kv_heads)
+                plan = Case(heads, head_dim, head_dim_v, kv_dtype="int8", page_size=64).plan()
+                assert plan.mosaic_tile.smem_bytes(plan.stages) <= 227 * 1024
+
     def test_a_tile_that_does_not_fit_is_refused_with_both_numbers(self):
         plan = Case().plan()
         needed = plan.mosaic_tile.smem_bytes(4)
@@ -399,9 +408,11 @@ class TestSharedMemory:
             ValueError, match=rf"stages=4 of step_kv=64 tokens need {needed} bytes.*h200 has {227 * 1024} a CTA"
         ):
             dataclasses.replace(plan, stages=4)
-        long = with_tile(plan.policy, step_kv=512, stages=1)
-        with pytest.raises(ValueError, match="bytes of shared memory at head_dim=128, head_dim_v=128"):
-            Case().plan(long)
+        longer = dataclasses.replace(plan.policy, min_kv_per_split=512)
+        long = with_tile(longer, step_kv=512, block_kv=512, stages=1)
+        wide = r"bytes of shared memory at head_dim=128, head_dim_v=128.*SPLITK_JAX_KERNEL=reference"
+        with pytest.raises(ValueError, match=wide):
+            Case(page_size=64).plan(long)
 
     def test_as_much_as_fits_the_targets_limit(self):
         """KV heads share a CTA where three stages of them fit; else one has a CTA, and as many stages as fit."""
@@ -418,8 +429,12 @@ class TestSharedMemory:
         less = on(-(-needed // 1024) - 1)
         assert (less.kv_heads_per_cta, less.warpgroups, less.step_kv, less.stages) == (1, 1, 128, 3)
         least = dataclasses.replace(less, stages=1).mosaic_tile.smem_bytes(1)
-        assert on(-(-least // 1024)).stages == 1
-        with pytest.raises(ValueError, match=f"stages=1 of step_kv=128 tokens need {least} bytes"):
+        assert (on(-(-least // 1024)).stages, on(-(-least // 1024)).step_kv) == (1, 128)
+        # Then half of the step, which is all that an edge every 64 tokens leaves.
+        assert on(-(-least // 1024) - 1).step_kv == 64
+        least = dataclasses.replace(less, stages=1, step_kv=64).mosaic_tile.smem_bytes(1)
+        assert on(-(-least // 1024)).step_kv == 64
+        with pytest.raises(ValueError, match=f"stages=1 of step_kv=64 tokens need {least} bytes"):
             on(-(-least // 1024) - 1)
 
     @pytest.mark.parametrize(

@@ -355,9 +355,10 @@ class TestExplainedCalls:
     def test_query_tokens_move_no_split(self):
         alone, several = self.PLAN.report(), self.PLAN.report(q_len=4)
         assert several["q_len"] == 4
-        for key in ("plan", "fingerprint", "batches", "contexts"):
+        for key in ("plan", "fingerprint", "batches", "contexts", "warnings"):
             assert several[key] == alone[key]
         packed = self.PLAN.packed(4)
+        assert packed.ctas == self.PLAN.ctas
         assert several["workspace_bytes"] == packed.scratch_bytes(4 * self.PLAN.row_capacity)
         launch = several["launch"]
         assert launch["smem_bytes"] == packed.mosaic_tile.smem_bytes(packed.stages)
@@ -368,6 +369,23 @@ class TestExplainedCalls:
         )
         assert f"{several['launch']['smem_bytes']} bytes of shared memory each" in text
         assert self.PLAN.report(q_len=4, window=99)["contexts"][1]["kv_bytes"] == 102 * 8 * 256 * 2
+
+    def test_what_they_launch_is_theirs(self):
+        packed, report = self.PLAN.packed(8), self.PLAN.report(q_len=8)
+        assert packed.ctas == 2 * self.PLAN.ctas
+        for row, alone in zip(report["batches"], self.PLAN.report()["batches"], strict=True):
+            assert row["num_splits"] == alone["num_splits"]
+            assert (row["ctas"], row["unsplit_ctas"]) == (2 * alone["ctas"], 2 * alone["unsplit_ctas"])
+        for row, alone in zip(report["contexts"], self.PLAN.report()["contexts"], strict=True):
+            assert row["active_splits"] == alone["active_splits"]
+            assert row["unsplit_us"] == pytest.approx(alone["unsplit_us"] / 2, rel=0.01)
+
+    def test_a_batch_that_is_not_served_is_a_warning(self):
+        shape = SHAPE | {"num_q_heads": 128, "head_dim": 128, "head_dim_v": 96, "max_decode_seqs": 64}
+        plan = sk.load_policy("h200", environ={}).plan(**shape, kv_dtype="int8")
+        assert plan.report(q_len=1)["warnings"] == []
+        (warning,) = plan.report(q_len=16)["warnings"]
+        assert "q_len=16 in a batch of 64 with head_dim_v=96: the mosaic backend would need" in warning
 
     def test_the_reference_backend_has_rows_for_each(self):
         plan = sk.load_policy("h200", environ={}, backend="reference").plan(**SHAPE)

@@ -67,7 +67,7 @@ def to_half(x: jax.Array, layout: Any) -> jax.Array:
 
     Args:
       x: float8_e4m3fn, float8_e5m2 or int8.
-      layout: that of x: of values next to each other a thread has four, or more of them.
+      layout: that of x; of int8, one whose threads have four values next to each other, or more.
     """
     return x.astype(jnp.float16) if jnp.issubdtype(x.dtype, jnp.floating) else _int8_to_half(x, layout)
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials
 
 LEAST = 2.0**-100
-"""An output's unnormalised magnitude below which it is 0: far above where a product of float32 is rounded."""
+"""An output's unnormalised magnitude, its values' scale included, below which it is 0: far above where a product of
+float32 is rounded."""
 
 _NORMAL = -126.0
 _WHOLE = 1.5 * 2.0**23

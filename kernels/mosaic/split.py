@@ -1,6 +1,7 @@
 """Split kernel of the mosaic backend: persistent CTAs stream pages by TMA and multiply them on Hopper's tensor cores.
 
-One warpgroup streams pages through a ring of stages, one or two compute, each for heads of its own. Operands are
+One warpgroup streams pages through a ring of stages, one or two compute, each for heads of its own; of quantised pages
+one for each KV head widens the values. Operands are
 swapped with respect to the paper: tokens are the M of `wgmma` and the query heads of one KV head its N, so that 8 heads
 cost 8 columns and not 64 rows, and a whole accumulator is a few registers a thread.
 
@@ -33,6 +34,9 @@ Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
 NO_CAP = 2.0**100
 """A softcap from which on it caps nothing that a float32 logit can be, to the last bit but for overflows."""
+
+LIFT = 14.0
+"""The power of two that the largest weight of a step is near to, where weights are float16; 2**15.5 would overflow."""
 
 EXPONENT = 0xFF << 23
 """The bits of a float32's exponent."""
@@ -125,6 +129,8 @@ def split(
     # What is multiplied: float16 has every 8-bit value, and of bfloat16 queries every one by a power of two of its row.
     half = jnp.float16 if tile.quantised else dtype
     scaled = half != dtype
+    # float16 has no weight below 2**-24: largest weights of about 2**14 leave as much room below them as they can.
+    lift = LIFT if half == jnp.float16 else 0.0
     kv_heads, warpgroups, head_blocks = tile.kv_heads, tile.warpgroups, plan.num_kv_heads * tile.blocks
     assert stages is not None  # a plan of this backend has them
     sched = schedule.make_schedule(seq_lens, block_tables, plan=plan, window=window, q_len=q_len)
@@ -143,7 +149,7 @@ def split(
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
     chunk = tile.swizzle // 2
-    q_layout, byte_layout = rows_layout(chunk, chunk // 16), rows_layout(tile.kv_lanes, max(tile.kv_lanes // 16, 4))
+    q_layout = rows_layout(chunk, chunk // 16)
     tiled = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(tile.swizzle))
     # Of a step: its keys and values as they are loaded, the KV heads of a CTA side by side where they are quantised.
     loaded = [
@@ -153,6 +159,7 @@ def split(
     wide, key_copies, value_copies = [], kv_heads * tile.copies, kv_heads * step_kv // tile.copy_rows_v
     if tile.quantised:
         k_pages, v_pages = (x.reshape(*x.shape[:2], -1) for x in (k_pages, v_pages))
+        byte_layout = rows_layout(tile.kv_lanes, max(tile.kv_lanes // 16, 4))
         loaded = [
             plgpu.SMEM(
                 (stages, step_kv, kv_heads * lanes),
@@ -561,7 +568,7 @@ def split(
                         values, bad = v_smem.at[stage, kv], bad_smem[stage]
                         values_free = v_free.at[stage]
                     m_new = m_new + poison(bad, rec, at, lead, live)
-                    p = rescale(s, across(m_new, step_kv))
+                    p = rescale(s, across(m_new - lift, step_kv))
                     a = rescale(m, m_new)
                     # Summed over tokens once, at the split's end.
                     l = l * across(a, step_kv) + p
@@ -594,7 +601,7 @@ def split(
                 )
                 if "v_scale" in of_extra:
                     o = o * of_kv_head("v_scale", kv_head)
-                part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=over_tokens("add", l))
+                part = SplitPartials(o=o, m=m - lift + nan_if(rec.poison), l=over_tokens("add", l))
                 run = fold(choose(place == 0, none, run), part, across)
                 ends = index == rec.splits - 1
                 run_ends = ends | (place == RUN_SPLITS - 1)
