@@ -1,9 +1,9 @@
 """Split kernel of the mosaic backend: persistent CTAs stream pages by TMA and multiply them on Hopper's tensor cores.
 
 One warpgroup streams pages through a ring of stages, one or two compute, each for heads of its own; of quantised pages
-one for each KV head widens the values. Operands are
-swapped with respect to the paper: tokens are the M of `wgmma` and the query heads of one KV head its N, so that 8 heads
-cost 8 columns and not 64 rows, and a whole accumulator is a few registers a thread.
+one for each KV head widens the values. Operands are swapped with respect to the paper: tokens are the M of `wgmma` and
+the query heads of one KV head its N, so that 8 heads cost 8 columns and not 64 rows, and a whole accumulator is a few
+registers a thread.
 
 A CTA computes a contiguous range of the batch's splits for its blocks of heads (`schedule.py`). Of a row that begins in
 its range it folds the splits as it goes, and writes the output when it holds them all, or one partial, the fold so far;
