@@ -580,9 +580,7 @@ class Run:
                 else:
                     row = Row(cell=cell, skipped=f"the run's {limit:g} seconds were over")
                 self.rows.append(row)
-                if flashinfer is not None and row.layers is not None and cell.quantised:
-                    row.results[flashinfer.name] = Result(status="unserved", reason=QUANTISED_PEERS)
-                elif flashinfer is not None and row.layers is not None:
+                if flashinfer is not None and row.layers is not None and flashinfer.name not in row.results:
                     waiting.append(row)
                     if flashinfer.ready():
                         self._ask(flashinfer, waiting)
@@ -625,6 +623,9 @@ class Run:
             for name, facts in self.peers.items()
             if facts["missing"] is not None
         }
+        if cell.quantised:
+            for name in self.peers:
+                row.results.setdefault(name, Result(status="unserved", reason=QUANTISED_PEERS))
         inputs = Inputs(cell, num_pages=num_pages, pools=pools, layers=row.layers)
         try:
             self._measure(row, inputs)
@@ -688,9 +689,6 @@ class Run:
             row.results[OURS] = _failed(e)
         for peer in self.in_process:
             if peer.name in row.results:
-                continue
-            if cell.quantised:
-                row.results[peer.name] = Result(status="unserved", reason=QUANTISED_PEERS)
                 continue
             try:
                 assert row.num_pages is not None

@@ -276,16 +276,17 @@ def require_served_by_mosaic(
       NotImplementedError: naming what was asked for and the backend that serves it.
     """
     plan.require_query_tokens(q.shape[1] if q.ndim == 4 else 1, batch=q.shape[0])
-    instead = USE_REFERENCE
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None and scale.ndim == 3:
             raise NotImplementedError(
                 f"{name} of shape {list(scale.shape)}: the mosaic backend serves one scale, or one a KV head, and not"
-                f" one a token; {instead}"
+                f" one a token; {USE_REFERENCE}"
             )
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))
-        raise NotImplementedError(f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {instead}")
+        raise NotImplementedError(
+            f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {USE_REFERENCE}"
+        )
     if plan.policy.ahead_of_time and not runs:
         return
     device = jax.devices()[0]
@@ -296,6 +297,6 @@ def require_served_by_mosaic(
             else "say load_policy(..., ahead_of_time=True) to lower for another machine"
         )
         raise NotImplementedError(
-            f"device {device.device_kind!r}: the mosaic backend needs an sm_90 GPU as JAX's first device; {instead}, or"
-            f" {elsewhere}"
+            f"device {device.device_kind!r}: the mosaic backend needs an sm_90 GPU as JAX's first device;"
+            f" {USE_REFERENCE}, or {elsewhere}"
         )

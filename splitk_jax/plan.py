@@ -643,8 +643,8 @@ class DecodePlan:
             f" ceil(group {self.group} / {self.heads_per_cta} heads a CTA), at one split",
             f"batch-invariant  {invariant}",
             f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
-            *self._call_lines(q_len, window),
-            *(self.packed(q_len)._launch_lines(facts["launch"]) if facts["launch"] is not None else []),
+            *_call_lines(q_len, window, facts["launch"]),
+            *_launch_lines(facts["launch"]),
             f"workspace        {report.si_bytes(facts['workspace_bytes'])} of float32 partials",
             f"fingerprint      {facts['fingerprint']}",
             "",
@@ -716,21 +716,6 @@ class DecodePlan:
             "stages": self.stages,
             "smem_bytes": self.mosaic_tile.smem_bytes(self.stages),
         }
-
-    def _call_lines(self, q_len: int, window: int | None) -> list[str]:
-        asked = [] if q_len == 1 else [f"{q_len} query tokens a sequence"]
-        if q_len > 1 and self.backend == "mosaic":
-            asked.append(f"{self.packed(q_len).mosaic_tile.heads} of their heads a warpgroup")
-        if window is not None:
-            asked.append(f"a window of {window} tokens")
-        return [f"call             {', '.join(asked)}"] if asked else []
-
-    def _launch_lines(self, launch: dict[str, int]) -> list[str]:
-        return [
-            f"launch           {launch['ctas']} CTAs at every batch, {launch['teams']} teams of {self.ctas};"
-            f" {launch['smem_bytes']} bytes of shared memory each, {self.stages} stages,"
-            f" {self.warpgroups} warpgroups that compute"
-        ]
 
     def _formula(self) -> str:
         policy = self.policy
@@ -804,6 +789,25 @@ def _fitted(
 def _smem_limit(target: Target | None) -> int | None:
     """Bytes of shared memory of a CTA; None where it is not known."""
     return None if target is None or target.smem_per_cta_kib is None else target.smem_per_cta_kib * 1024
+
+
+def _call_lines(q_len: int, window: int | None, launch: dict[str, int] | None) -> list[str]:
+    asked = [] if q_len == 1 else [f"{q_len} query tokens a sequence"]
+    if q_len > 1 and launch is not None:
+        asked.append(f"{launch['heads_per_warpgroup']} of their heads a warpgroup")
+    if window is not None:
+        asked.append(f"a window of {window} tokens")
+    return [f"call             {', '.join(asked)}"] if asked else []
+
+
+def _launch_lines(launch: dict[str, int] | None) -> list[str]:
+    if launch is None:
+        return []
+    return [
+        f"launch           {launch['ctas']} CTAs at every batch, {launch['teams']} teams of"
+        f" {launch['ctas'] // launch['teams']}; {launch['smem_bytes']} bytes of shared memory each, {launch['stages']}"
+        f" stages, {launch['warpgroups']} warpgroups that compute"
+    ]
 
 
 def _require_groups(num_q_heads: int, num_kv_heads: int) -> None:
