@@ -1,7 +1,8 @@
 """The mosaic kernels' own text, run on numpy: a thread a warpgroup, barriers that count, memory that is NaN at first.
 
 What it sees that lowering does not: who waits for whom, what is read before it is written, indices out of bounds, and
-every number. What it cannot see: layouts, and what a GPU reorders. A schedule is made with numpy too.
+every number, and vectors that are not aligned. What it cannot see: what else a layout does, and what a GPU reorders. A
+schedule is made with numpy too.
 """
 
 import contextlib
@@ -148,6 +149,18 @@ def copy(src, dst, barrier=None):
         barrier.arrive()
 
 
+def load(ref, layout):
+    """From where vectors as long as the layout's may begin; those of one word always may."""
+    layout = layout.to_mgpu()
+    length = getattr(layout, "vector_length", None) or layout.vec_size
+    whole = ref.array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    offset = ref.array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    assert offset % (length * ref.array.itemsize) == 0, ("misaligned", offset, length)
+    return np.array(ref.array)
+
+
 def copy_in(src, dst, barrier, *, wanted):
     assert src.shape == dst.shape
     if wanted:
@@ -254,8 +267,8 @@ def emulated():
         optimization_barrier=lambda x: x,
     )
     access = types.SimpleNamespace(
-        load=lambda ref, layout: np.array(ref.array),
-        load_tile=lambda ref, layout: np.array(ref.array),
+        load=load,
+        load_tile=load,
         to_half=lambda x, layout: x.astype(np.float16),
         half_operand=lambda x: x.astype(np.float16),
         store=lambda ref, value: ref.__setitem__(..., value),

@@ -24,7 +24,7 @@ CASES = {
     "group3-page24-fixed": Case((3, 1), 80, page_size=24, splits="fixed_size"),
     "pinned-33": Case((4, 1), 64, splits=33, launch_ctas=7, batch=2),
     "window": Case((8, 2), batch=3, window=100),
-    "window1-sinks": Case((4, 2), 64, page_size=8, window=1, sinks=True, batch=4),
+    "group7-window1-sinks": Case((14, 2), 64, page_size=8, window=1, sinks=True, batch=4),
     "window-fixed": Case((4, 2), 64, splits="fixed_size", window=130, softcap=5.0, batch=3),
     "softcap-sinks-alone": Case((8, 2), 64, batch=1, softcap=3.0, sinks=True, launch_ctas=20),
     "q2": Case((8, 2), batch=2, q_len=2),

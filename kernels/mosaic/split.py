@@ -432,7 +432,13 @@ def split(
             head = block * tile.heads
             top = first_row(plan, block)
 
-            sink = access.load(of_extra["sinks"].at[pl.ds(top, cols)], PER_HEAD) if "sinks" in of_extra else None
+            sink = None
+            if "sinks" in of_extra:
+                # One by one: `top` may be odd, and `PER_HEAD` loads pairs. `load_q` waits for all before a reduction.
+                sink_smem = reduce_smem.at[wg, pl.ds(0, cols)]
+                access.store(sink_smem, access.load(of_extra["sinks"].at[pl.ds(top, cols)], UNPAIRED.reduce(0)))
+                plgpu.commit_smem()
+                sink = access.load(sink_smem, PER_HEAD)
 
             def logits(s: jax.Array, scale: Any) -> jax.Array:
                 """In base 2."""
