@@ -92,6 +92,19 @@ def test_every_schedule_same_bits(name):
         assert_same_bits(emulator.decode(paged, launched, **options), expected)
 
 
+@pytest.mark.parametrize("case", [Case((2, 1), 64, page_size=8), Case((2, 1), 64, page_size=8, window=1500, q_len=2)])
+def test_rows_of_many_page_ids(case):
+    """A row's table is loaded in parts, each row's anew; and there are rows without tokens between them."""
+    plan, paged, options = draw(dataclasses.replace(case, batch=8), 1, longest=2600)
+    seq_lens = np.array([2599, 0, 9, 1030, 0, 0, 2060, 0], np.int32)
+    paged = paged.replace(seq_lens=seq_lens, block_tables=paged.block_tables[:1].repeat(8, 0))
+    expected = emulator.decode(paged, plan, **options)
+    assert_within_rounding(expected, paged, **options)
+    for launch_ctas in (1, 3, 7):
+        launched = dataclasses.replace(plan, launch_ctas=launch_ctas)
+        assert_same_bits(emulator.decode(paged, launched, **options), expected)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.q_len])
 def test_query_tokens_have_the_bits_that_they_have_alone(name):
     plan, paged, options = draw(CASES[name], 3)
