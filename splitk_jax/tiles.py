@@ -31,9 +31,6 @@ MOSAIC_QUANTISED_HEAD_DIMS = (64, 96, 128, 192, 256)
 REDUCTION_BYTES = 2048
 """Shared memory through which the warps of one KV head reduce."""
 
-WIDE_STAGES = 2
-"""Steps of quantised values that a CTA has room for as float16."""
-
 SMEM_ALIGNMENT = 1024
 """Bytes; Mosaic aligns each buffer to it, as swizzled tiles need."""
 
@@ -78,7 +75,7 @@ class MosaicTile:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a CTA that compute; one more loads, and of quantised K/V one for each KV head widens values."""
+        """Warpgroups of a CTA that compute; one more loads."""
         return self.kv_heads * self.parts
 
     @property
@@ -147,18 +144,13 @@ class MosaicTile:
             self.warpgroups * self.cols * self.head_dim * 2,
             self.warpgroups * self.cols * self.step_kv * 2,
             self.warpgroups * self.cols * self.rows_v * 2,
-            *(self._wide_bytes() if self.quantised else ()),
+            self.warpgroups * self.cols * 4 if self.quantised else 0,
             self.warpgroups * REDUCTION_BYTES,
             stages * 4,
             WARPGROUP * 4,
             *[stages * 8] * 4,
         ]
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
-
-    def _wide_bytes(self) -> tuple[int, ...]:
-        """Of quantised values once more as float16, and what goes with them."""
-        wide = WIDE_STAGES * self.kv_heads
-        return wide * self.step_kv * self.rows_v * 2, wide * 4, self.warpgroups * self.cols * 4, wide * 8, wide * 8
 
     def stages_that_fit(self, stages: int, limit: int | None) -> int:
         """Of so many stages, as many as fit in `limit` bytes of shared memory, where it is known; at least one."""

@@ -161,6 +161,12 @@ def load(ref, layout):
     return np.array(ref.array)
 
 
+def load_transposed(ref, transforms, rows):
+    """Without the order of lanes, which `lanes_in_order` undoes."""
+    del transforms
+    return np.pad(ref.array.T.astype(np.float16), ((0, rows - ref.shape[1]), (0, 0)), mode="edge")
+
+
 def copy_in(src, dst, barrier, *, wanted):
     assert src.shape == dst.shape
     if wanted:
@@ -238,7 +244,6 @@ def emulated():
         SMEM=lambda shape, dtype, transforms=(): lambda changed: Ref(junk(shape, dtype)),
         Barrier=lambda num_arrivals, num_barriers: functools.partial(Barriers, num_arrivals, num_barriers),
         commit_smem=lambda: None,
-        set_max_registers=lambda n, action: None,
         barrier_wait=lambda barrier: barrier.wait(),
         barrier_arrive=lambda barrier: barrier.arrive(),
         layout_cast=lambda x, layout: x,
@@ -271,6 +276,8 @@ def emulated():
         load_tile=load,
         to_half=lambda x, layout: x.astype(np.float16),
         half_operand=lambda x: x.astype(np.float16),
+        load_transposed=load_transposed,
+        lanes_in_order=lambda x: x,
         store=lambda ref, value: ref.__setitem__(..., value),
         copy_in=copy_in,
         reduce_rows=reduce_rows,

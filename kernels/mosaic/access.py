@@ -10,6 +10,8 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from splitk_jax.tiles import ROWS, WARPGROUP
+
 plgpu: Any = mosaic_gpu
 
 
@@ -78,6 +80,132 @@ def half_operand(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating):  # of 8 bits, half as much is exchanged
         return to_half(plgpu.layout_cast(x, operand), operand)
     return plgpu.layout_cast(to_half(x, wide), operand)
+
+
+_PAIRS_TO_HALF = {
+    "float8_e4m3fn": """
+        {
+        .reg .b32 apart;
+        .reg .b16 even, odd;
+        prmt.b32 apart, $2, 0, 0x3120;
+        mov.b32 {even, odd}, apart;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }
+    """,
+    # A float16 begins with the byte that is its e5m2.
+    "float8_e5m2": """
+        prmt.b32 $0, $2, 0, 0x2404;
+        prmt.b32 $1, $2, 0, 0x3414;
+    """,
+    # As in `_int8_to_half`.
+    "int8": """
+        {
+        .reg .b32 flipped, even, odd, bias;
+        xor.b32 flipped, $2, 0x80808080;
+        mov.b32 bias, 0x64806480;
+        prmt.b32 even, flipped, 0x64, 0x4240;
+        prmt.b32 odd, flipped, 0x64, 0x4341;
+        sub.f16x2 $0, even, bias;
+        sub.f16x2 $1, odd, bias;
+        }
+    """,
+}
+"""PTX: of the bytes (even, odd) of one token and of the next, the even ones and the odd ones as two float16 each."""
+
+LANES_IN_ORDER = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 8), (16, 8), (2, 2), (2, 1))), warp_dims=(-8,), lane_dims=(-6, -5), vector_dim=-2
+)
+"""Of an accumulator, what a thread has of `WGMMA`, in pairs of rows."""
+
+
+def load_transposed(ref: Any, transforms: Any, rows: int) -> jax.Array:
+    """Loads quantised values as the transposed left operand of `wgmma`: f16[rows, tokens].
+
+    A 16-bit transposing load moves pairs of lanes. Of each 16 lanes the even ones come first, then the odd ones;
+    `lanes_in_order` undoes it to the product.
+
+    Args:
+      ref: [tokens, lanes] of shared memory.
+      transforms: a tiling of eight rows and as many lanes as the swizzle behind it has bytes.
+      rows: lanes in whole rows of `wgmma`; those beyond what there is are copies of others.
+    """
+    tokens, lanes = ref.shape
+    out = plgpu.ShapeDtypeStruct((rows, tokens), jnp.float16, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms),), return_type=out)
+    def load(ctx: Any, tile: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        whole = ir.MemRefType(tile.type)
+        (by_rows, by_lanes, *_), _ = whole.get_strides_and_offset()
+        *_, width = whole.shape
+
+        def const(x: int) -> Any:
+            return arith.constant(i32, ir.IntegerAttr.get(i32, x))
+
+        def times(x: Any, n: int) -> Any:
+            return arith.muli(x, const(n))
+
+        thread = arith.remui(mgpu.utils.thread_idx(), const(WARPGROUP))
+        warp, lane = arith.divui(thread, const(32)), arith.remui(thread, const(32))
+        matrix, row = arith.divui(lane, const(8)), arith.remui(lane, const(8))
+        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(tile))
+        base = arith.addi(base, arith.addi(times(matrix, by_rows), times(row, width)))
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((rows, tokens)), object)
+        half2 = ir.VectorType.get((2,), ir.F16Type.get())
+        for m in range(rows // ROWS):
+            first = arith.minui(arith.addi(times(warp, 16), const(m * ROWS)), const(lanes - 16))
+            at = arith.addi(base, times(arith.divui(first, const(width)), by_lanes))
+            at = arith.addi(at, arith.remui(first, const(width)))
+            # The swizzle of 2**n times 16 bytes: n bits of the row of 128 bytes, on those of the 16 bytes in it.
+            bits = arith.andi(arith.shrui(at, const(3)), const(width - 16))
+            at = arith.xori(at, bits)
+            for eights in range(0, tokens // 8, 4):
+                four: Any = llvm.inline_asm(
+                    llvm.StructType.get_literal([i32] * 4),
+                    [arith.addi(at, const(eights * by_rows))],
+                    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
+                    "=r,=r,=r,=r,r,~{memory}",
+                    has_side_effects=True,
+                )
+                for i in range(4):
+                    both: Any = llvm.inline_asm(
+                        llvm.StructType.get_literal([i32, i32]),
+                        [llvm.extractvalue(i32, four, [i])],
+                        _PAIRS_TO_HALF[str(ref.dtype)],
+                        "=r,=r,r",
+                    )
+                    for odd in range(2):
+                        pair = llvm.bitcast(half2, llvm.extractvalue(i32, both, [odd]))
+                        registers[m, eights + i, 0, 0, odd, 0, 0, 0, 0] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref)
+
+
+def lanes_in_order(x: jax.Array) -> jax.Array:
+    """The rows of a product with `load_transposed` in their order: no register moves to another thread."""
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LANES_IN_ORDER)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=out)
+    def reorder(ctx: Any, x: Any) -> Any:
+        del ctx
+        layout = LANES_IN_ORDER.to_mgpu()
+        registers = np.empty(layout.registers_shape(x.shape), object)
+        for m, n in np.ndindex(*registers.shape[:2]):
+            halves = [x.registers[m, n, 0, 0, odd, 0, 0, 0, 0] for odd in range(2)]
+            for col in range(2):
+                pair = llvm.mlir_undef(halves[0].type)
+                for odd in range(2):
+                    pair = vector.insert(
+                        vector.extract(halves[odd], [], [col]), pair, dynamic_position=[], static_position=[odd]
+                    )
+                registers[m, n, 0, 0, 0, 0, 0, col, 0, 0] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return reorder(x)
 
 
 def _int8_to_half(x: jax.Array, layout: Any) -> jax.Array:

@@ -28,7 +28,7 @@ from splitk_jax.kernels.mosaic.fold import finish, fold, fold_sink, to_whole
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, rescale
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
-from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP, WIDE_STAGES
+from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
@@ -40,9 +40,6 @@ LIFT = 14.0
 
 EXPONENT = 0xFF << 23
 """The bits of a float32's exponent."""
-
-HELPER_REGISTERS = 56
-"""Registers of a thread that loads or widens, where quantised pages have it widened: consumers get the rest."""
 
 NONE = -WARPGROUP
 """The first place of the block table whose id is held, where none is."""
@@ -86,13 +83,6 @@ def rows_layout(lanes: int, vector: int) -> Any:
     return Layout.TILED(
         plgpu.Tiling(((4 * rows, lanes), (rows, lanes), (vector,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
-
-
-def consumer_registers(warpgroups: int, widening: int) -> int:
-    """Registers of a thread that computes, of what a CTA has, in steps of 8."""
-    threads = WARPGROUP * (warpgroups + 1 + widening)
-    rest = 65536 // threads // 8 * 8 * threads // WARPGROUP - HELPER_REGISTERS * (1 + widening)
-    return min(rest // warpgroups // 8 * 8, 232)
 
 
 def pack(x: jax.Array, packed: DecodePlan) -> jax.Array:
@@ -156,26 +146,16 @@ def split(
         plgpu.SMEM((stages, kv_heads, step_kv, lanes), pool.dtype, transforms=tiled)
         for pool, lanes in ((k_pages, plan.head_dim), (v_pages, rows_v))
     ]
-    wide, key_copies, value_copies = [], kv_heads * tile.copies, kv_heads * step_kv // tile.copy_rows_v
+    key_copies, value_copies = kv_heads * tile.copies, kv_heads * step_kv // tile.copy_rows_v
     if tile.quantised:
         k_pages, v_pages = (x.reshape(*x.shape[:2], -1) for x in (k_pages, v_pages))
-        byte_layout = rows_layout(tile.kv_lanes, max(tile.kv_lanes // 16, 4))
+        byte_tiled = (plgpu.TilingTransform((8, tile.kv_lanes)), plgpu.SwizzleTransform(tile.kv_lanes))
         loaded = [
-            plgpu.SMEM(
-                (stages, step_kv, kv_heads * lanes),
-                pool.dtype,
-                transforms=(plgpu.TilingTransform((8, tile.kv_lanes)), plgpu.SwizzleTransform(tile.kv_lanes)),
-            )
+            plgpu.SMEM((stages, step_kv, kv_heads * lanes), pool.dtype, transforms=byte_tiled)
             for pool, lanes in ((k_pages, plan.head_dim), (v_pages, plan.head_dim_v))
         ]
         key_copies = value_copies = tile.copies
-        wide = [
-            plgpu.SMEM((WIDE_STAGES, kv_heads, step_kv, rows_v), half, transforms=tiled),
-            plgpu.SMEM((WIDE_STAGES, kv_heads), jnp.int32),
-            plgpu.SMEM((warpgroups, cols), jnp.float32),
-            plgpu.Barrier(num_arrivals=1, num_barriers=WIDE_STAGES * kv_heads),
-            plgpu.Barrier(num_arrivals=tile.parts, num_barriers=WIDE_STAGES * kv_heads),
-        ]
+    unit = [plgpu.SMEM((warpgroups, cols), jnp.float32)] if scaled else []
 
     def kernel(*refs: Any) -> None:
         (
@@ -204,15 +184,8 @@ def split(
             v_full,
             k_free,
             v_free,
-        ) = refs[: len(refs) - len(wide)]
-        if tile.quantised:
-            (
-                wide_smem,  # f16[WIDE_STAGES, kv_heads, step_kv, rows_v]: values
-                wide_bad_smem,  # i32[WIDE_STAGES, kv_heads]
-                unit_smem,  # f32[warpgroups, cols]: of queries
-                wide_full,  # barriers[WIDE_STAGES * kv_heads]
-                wide_free,
-            ) = refs[len(refs) - len(wide) :]
+        ) = refs[: len(refs) - len(unit)]
+        unit_smem = refs[-1]  # f32[warpgroups, cols]: of queries, where they are scaled
         of_extra = dict(zip(extra, extra_gmem, strict=True))
         wg = lax.axis_index("wg")
         cta, team = lax.axis_index("cta"), lax.axis_index("team")
@@ -262,8 +235,6 @@ def split(
 
         @pl.when(wg == warpgroups)
         def _produce() -> None:
-            if tile.quantised:
-                plgpu.set_max_registers(HELPER_REGISTERS, action="decrease")
             first_head = lax.div(cta * kv_heads, jnp.int32(tile.ctas_per_kv_head))
             page_size = jnp.int32(plan.page_size)
 
@@ -358,53 +329,8 @@ def split(
             """Of one KV head's keys or values, so many lanes at once: among its own, and among those of all heads."""
             return [(pl.ds(lane, width), pl.ds(kv * lanes + lane, width)) for lane in range(0, lanes, width)]
 
-        def widen(kv: int) -> None:
-            """Values of one KV head to float16, while its consumers multiply those of the step before."""
-            plgpu.set_max_registers(HELPER_REGISTERS, action="decrease")
-
-            def widen_split(u: Any, carry: Any) -> Any:
-                used, row, index, rec = carry
-                base, low, high = bounds(rec, index)
-
-                def step(i: Any, used: Any) -> Any:
-                    stage, wide_stage = lax.rem(used, jnp.int32(stages)), lax.rem(used, jnp.int32(WIDE_STAGES))
-                    barrier, at = wide_stage * kv_heads + kv, base + i * step_kv
-                    lead, live = low - at, high - at
-                    plgpu.barrier_wait(v_full.at[stage])
-                    bad = bad_smem[stage]
-                    pl.when(used >= WIDE_STAGES)(lambda: plgpu.barrier_wait(wide_free.at[barrier]))
-                    for first in range(0, step_kv, ROWS):
-                        rows = pl.ds(first, ROWS)
-                        for own, among in lanes_of(kv, plan.head_dim_v, tile.kv_lanes):
-                            v = access.load_tile(v_smem.at[stage].at[rows, among], byte_layout)
-                            v = access.to_half(v, byte_layout)
-
-                            # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
-                            def masked(v: Any = v, first: int = first) -> Any:
-                                row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=byte_layout) + first
-                                return jnp.where(is_dead(row, lead, live, bad), jnp.zeros_like(v), v)
-
-                            v = lax.cond(some_dead(lead, live, bad), masked, lambda v=v: v)
-                            wide_smem.at[wide_stage, kv][rows, own] = v
-                    plgpu.barrier_arrive(v_free.at[stage])
-                    wide_bad_smem[wide_stage, kv] = bad
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(wide_full.at[barrier])
-                    return used + 1
-
-                used = lax.fori_loop(0, steps_of(base, high), step, used)
-                return used, *advance(row, index, rec)
-
-            lax.fori_loop(0, work.count, widen_split, (jnp.int32(0), *first))
-
-        if tile.quantised:
-            for h in range(kv_heads):
-                pl.when(wg == warpgroups + 1 + h)(functools.partial(widen, h))
-
         @pl.when(wg < warpgroups)
         def _consume() -> None:
-            if tile.quantised:
-                plgpu.set_max_registers(consumer_registers(warpgroups, kv_heads), action="increase")
             block = cta * warpgroups + wg
             kv_head = lax.div(block, jnp.int32(tile.blocks))
             capped = softcap is not None and softcap < NO_CAP
@@ -505,7 +431,9 @@ def split(
 
             def write_partial(slot: Any, at: Any, part: SplitPartials) -> None:
                 o_ref = o_gmem.at[slot, block, :, at, pl.ds(0, rows_v)].transpose((1, 0))
-                access.store(o_ref, plgpu.layout_cast(part.o, UNPAIRED))
+                access.store(
+                    o_ref, access.lanes_in_order(part.o) if tile.quantised else plgpu.layout_cast(part.o, UNPAIRED)
+                )
                 access.store(m_gmem.at[slot, block, at], part.m)
                 access.store(l_gmem.at[slot, block, at], part.l)
 
@@ -514,23 +442,43 @@ def split(
                     acc = fold_sink(acc, sink, across)
                 out, lse = finish(acc, across)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                access.store(out_smem.at[wg].transpose((1, 0)), out.astype(dtype))
+                out = out.astype(dtype)
+                access.store(out_smem.at[wg].transpose((1, 0)), access.lanes_in_order(out) if tile.quantised else out)
                 access.store(lse_gmem.at[row, block], lse)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     out_smem.at[wg, pl.ds(head - top, tile.heads)], out_gmem.at[row, pl.ds(head, tile.heads)]
                 )
 
+            def of_kv(load: Any) -> jax.Array:
+                """What `load` has of this warpgroup's KV head, whose lanes lie beside the other's."""
+                return load(0) if kv_heads == 1 else lax.cond(kv == 0, lambda: load(0), lambda: load(1))
+
             def load_keys(stage: Any) -> jax.Array:
                 """Of quantised pages: they are multiplied from registers."""
-
-                def load(h: int) -> jax.Array:
-                    ((_, among),) = lanes_of(h, plan.head_dim, plan.head_dim)
-                    return access.load_tile(k_smem.at[stage].at[:, among], Layout.WGMMA_UPCAST_2X)
-
-                keys = load(0) if kv_heads == 1 else lax.cond(kv == 0, lambda: load(0), lambda: load(1))
+                lanes = plan.head_dim
+                keys = of_kv(
+                    lambda h: access.load_tile(k_smem.at[stage].at[:, pl.ds(h * lanes, lanes)], Layout.WGMMA_UPCAST_2X)
+                )
                 plgpu.barrier_arrive(k_free.at[stage])
                 return access.half_operand(keys)
+
+            def load_values(stage: Any, dead: Any, some: Any) -> jax.Array:
+                """Of quantised pages, lanes by tokens, as `access.load_transposed` has them."""
+                lanes = plan.head_dim_v
+                values = of_kv(
+                    lambda h: access.load_transposed(
+                        v_smem.at[stage].at[:, pl.ds(h * lanes, lanes)], byte_tiled, rows_v
+                    )
+                )
+                plgpu.barrier_arrive(v_free.at[stage])
+
+                def masked() -> jax.Array:
+                    token = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=Layout.WGMMA)
+                    return jnp.where(dead(token), jnp.zeros_like(values), values)
+
+                # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
+                return lax.cond(some, masked, lambda: values)
 
             def compute_split(u: Any, carry: Any) -> Any:
                 used, row, index, rec, whole, run_whole, acc, run = carry
@@ -563,16 +511,8 @@ def split(
                     token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
                     s = jnp.where(attended(token, rec, at, lead, live), logits(s, units), -jnp.inf)
                     m_new = to_whole(jnp.maximum(m, over_tokens("max", s)))
-                    if tile.quantised:
-                        wide_stage = lax.rem(used, jnp.int32(WIDE_STAGES))
-                        barrier = wide_stage * kv_heads + kv
-                        plgpu.barrier_wait(wide_full.at[barrier])
-                        values, bad = wide_smem.at[wide_stage, kv], wide_bad_smem[wide_stage, kv]
-                        values_free = wide_free.at[barrier]
-                    else:
-                        plgpu.barrier_wait(v_full.at[stage])
-                        values, bad = v_smem.at[stage, kv], bad_smem[stage]
-                        values_free = v_free.at[stage]
+                    plgpu.barrier_wait(v_full.at[stage])
+                    bad = bad_smem[stage]
                     m_new = m_new + poison(bad, rec, at, lead, live)
                     p = rescale(s, across(m_new - lift, step_kv))
                     a = rescale(m, m_new)
@@ -580,26 +520,30 @@ def split(
                     l = l * across(a, step_kv) + p
                     o = o * across(a)
                     p_smem.at[wg].transpose((1, 0))[...] = p.astype(half)
-
-                    if not tile.quantised:
+                    dead = functools.partial(is_dead, lead=lead, live=live, bad=bad)
+                    if tile.quantised:
+                        values = load_values(stage, dead, some_dead(lead, live, bad))
+                    else:
+                        in_smem = v_smem.at[stage, kv]
 
                         @pl.when(some_dead(lead, live, bad))
                         def _() -> None:
                             # Masked by select: a weight of 0 would leave a NaN behind the sequence's end. Warpgroups
                             # that share the values write the same to them.
                             for at in range(0, rows_v, ROWS):
-                                v = values[:, pl.ds(at, ROWS)]
+                                v = in_smem[:, pl.ds(at, ROWS)]
                                 row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=Layout.WGMMA)
-                                dead = is_dead(row, lead, live, bad)
-                                values[:, pl.ds(at, ROWS)] = jnp.where(dead, jnp.zeros_like(v), v)
+                                in_smem[:, pl.ds(at, ROWS)] = jnp.where(dead(row), jnp.zeros_like(v), v)
 
+                        values = in_smem.transpose((1, 0))
                     plgpu.commit_smem()
 
                     def pv(acc_ref: Any) -> None:
-                        plgpu.wgmma(acc_ref, values.transpose((1, 0)), p_smem.at[wg].transpose((1, 0)))
+                        plgpu.wgmma(acc_ref, values, p_smem.at[wg].transpose((1, 0)))
 
                     o = pl.run_state(pv)(plgpu.ACC.init(o))
-                    plgpu.barrier_arrive(values_free)
+                    if not tile.quantised:
+                        plgpu.barrier_arrive(v_free.at[stage])
                     return used + 1, o, m_new, l
 
                 used, o, m, l = lax.fori_loop(
@@ -664,12 +608,12 @@ def split(
             plgpu.Barrier(num_arrivals=key_copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=value_copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=kv_heads if tile.quantised else warpgroups, num_barriers=stages),
-            *wide,
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            *unit,
         ],
         grid=(plan.ctas, plan.launch_teams),
         grid_names=("cta", "team"),
-        num_threads=warpgroups + 1 + (kv_heads if tile.quantised else 0),
+        num_threads=warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work, *extra.values())
