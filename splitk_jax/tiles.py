@@ -37,6 +37,9 @@ SMEM_ALIGNMENT = 1024
 SHARED_STAGES = 3
 """Stages that must fit for KV heads to share a CTA: with fewer, loads and products take turns."""
 
+QUANTISED_STEP = 128
+"""Tokens of a step of two KV heads, at most, where they are quantised: they are multiplied from registers."""
+
 WIDE_HEADS = 16
 """Query heads of one KV head above which two warpgroups share them: a step's products and its softmax then take longer
 than its loads."""
@@ -170,16 +173,15 @@ class MosaicTile:
           limit: bytes of shared memory of a CTA; None where it is not known.
         """
 
-        # Twice as many steps of half the bytes are as much on its way.
-        most = 2 * stages if self.quantised else stages
-
         def fit(tile: MosaicTile) -> int:
+            # Of half the bytes, twice as many steps are as much on its way.
+            most = 2 * stages if self.quantised and tile.kv_heads == 1 else stages
             return tile.stages_that_fit(most, limit)
 
-        half = self.step_kv // 2
-        if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == half % ROWS == half % self.block_kv == 0:
-            # Two KV heads of half as many tokens: as many bytes in a stage.
-            shared = replace(self, kv_heads=2, step_kv=half)
+        # Two KV heads of as many bytes in a stage.
+        step_kv = min(self.step_kv, QUANTISED_STEP) if self.quantised else self.step_kv // 2
+        if warpgroups > 1 and self.blocks == 1 and num_kv_heads % 2 == step_kv % ROWS == step_kv % self.block_kv == 0:
+            shared = replace(self, kv_heads=2, step_kv=step_kv)
             if fit(shared) >= SHARED_STAGES:
                 return shared, fit(shared)
         if warpgroups > 1 and self.heads > WIDE_HEADS and self.heads % 2 == 0:

@@ -82,6 +82,61 @@ def half_operand(x: jax.Array) -> jax.Array:
     return plgpu.layout_cast(to_half(x, wide), operand)
 
 
+FOURS = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 16), (16, 16), (8, 16), (4,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)
+"""Rows as in `WGMMA`; of each 16 columns a thread has four next to each other."""
+
+
+def operand_apart(x: jax.Array) -> jax.Array:
+    """8-bit values in `FOURS` as a float16 operand of `wgmma`, whose columns are in the order of `pairs_apart`."""
+    x = to_half(x, FOURS)
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(FOURS,), return_type=out)
+    def relabel(ctx: Any, x: Any) -> Any:
+        del ctx
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(x.shape), object)
+        for half in range(2):
+            for at, fours in np.ndenumerate(x.registers):
+                registers[at[0], 2 * at[1] + half, *at[2:]] = _half_of(fours, half)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return relabel(x)
+
+
+def pairs_apart(x: jax.Array, layout: Any, rows: int) -> jax.Array:
+    """Of each 16 columns, of which four threads have four each: everyone's first two, then everyone's last two.
+
+    Args:
+      x: 16-bit, [n, columns].
+      layout: of whole rows of x a warp, four columns a thread.
+      rows: of a warp.
+    """
+    columns = x.shape[1]
+    apart = plgpu.Layout.TILED(
+        plgpu.Tiling(((4 * rows, columns), (rows, columns), (16,), (8,), (2,))),
+        warp_dims=(-7,),
+        lane_dims=(-5, -4, -2),
+        vector_dim=-1,
+    )
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=apart))
+    def relabel(ctx: Any, x: Any) -> Any:
+        del ctx
+        registers = np.empty(apart.to_mgpu().registers_shape(x.shape), object)
+        for half in range(2):
+            for (row, *_), fours in np.ndenumerate(x.registers):
+                registers[row, 0, 0, 0, 0, 0, half, 0, 0] = _half_of(fours, half)
+        return mgpu.FragmentedArray(_registers=registers, _layout=apart.to_mgpu(), _is_signed=None)
+
+    return relabel(x)
+
+
+def _half_of(fours: Any, half: int) -> Any:
+    return vector.shuffle(fours, fours, [2 * half, 2 * half + 1])
+
+
 _PAIRS_TO_HALF = {
     "float8_e4m3fn": """
         {

@@ -38,6 +38,9 @@ NO_CAP = 2.0**100
 LIFT = 14.0
 """The power of two that the largest weight of a step is near to, where weights are float16; 2**15.5 would overflow."""
 
+REGISTERS = 56, 224
+"""Registers of a thread that loads, and of one that computes on quantised pages, where two warpgroups do."""
+
 EXPONENT = 0xFF << 23
 """The bits of a float32's exponent."""
 
@@ -77,9 +80,8 @@ def _bit(j: int) -> np.int32:
     return np.uint32(1 << j).astype(np.int32)
 
 
-def rows_layout(lanes: int, vector: int) -> Any:
+def rows_layout(lanes: int, vector: int, rows: int) -> Any:
     """Of a swizzled tile of so many lanes: a warp covers whole rows, so that its accesses meet no bank conflict."""
-    rows = 32 * vector // lanes
     return Layout.TILED(
         plgpu.Tiling(((4 * rows, lanes), (rows, lanes), (vector,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
@@ -139,7 +141,8 @@ def split(
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
     chunk = tile.swizzle // 2
-    q_layout = rows_layout(chunk, chunk // 16)
+    q_rows = 2
+    q_layout = rows_layout(chunk, chunk // 16, q_rows)
     tiled = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(tile.swizzle))
     # Of a step: its keys and values as they are loaded, the KV heads of a CTA side by side where they are quantised.
     loaded = [
@@ -155,6 +158,9 @@ def split(
             for pool, lanes in ((k_pages, plan.head_dim), (v_pages, plan.head_dim_v))
         ]
         key_copies = value_copies = tile.copies
+    # Whether queries lie in the order of lanes in which threads hold the bytes of keys, who then exchange none.
+    apart = tile.quantised and chunk // 16 == 4
+    moves_registers = tile.quantised and warpgroups == 2
     unit = [plgpu.SMEM((warpgroups, cols), jnp.float32)] if scaled else []
 
     def kernel(*refs: Any) -> None:
@@ -235,6 +241,8 @@ def split(
 
         @pl.when(wg == warpgroups)
         def _produce() -> None:
+            if moves_registers:
+                plgpu.set_max_registers(REGISTERS[0], action="decrease")
             first_head = lax.div(cta * kv_heads, jnp.int32(tile.ctas_per_kv_head))
             page_size = jnp.int32(plan.page_size)
 
@@ -331,6 +339,8 @@ def split(
 
         @pl.when(wg < warpgroups)
         def _consume() -> None:
+            if moves_registers:
+                plgpu.set_max_registers(REGISTERS[1], action="increase")
             block = cta * warpgroups + wg
             kv_head = lax.div(block, jnp.int32(tile.blocks))
             capped = softcap is not None and softcap < NO_CAP
@@ -422,6 +432,8 @@ def split(
                     inverse = lax.broadcast_in_dim(inverse, parts[0].shape, [0])
                     inverse = plgpu.layout_cast(inverse, q_layout)
                     parts = [(x * inverse).astype(half) for x in parts]
+                if apart:
+                    parts = [access.pairs_apart(x, q_layout, q_rows) for x in parts]
                 for lanes, part in zip(at, parts, strict=True):
                     q_smem[wg, :, lanes] = part
                 plgpu.commit_smem()
@@ -456,12 +468,10 @@ def split(
 
             def load_keys(stage: Any) -> jax.Array:
                 """Of quantised pages: they are multiplied from registers."""
-                lanes = plan.head_dim
-                keys = of_kv(
-                    lambda h: access.load_tile(k_smem.at[stage].at[:, pl.ds(h * lanes, lanes)], Layout.WGMMA_UPCAST_2X)
-                )
+                lanes, layout = plan.head_dim, access.FOURS if apart else Layout.WGMMA_UPCAST_2X
+                keys = of_kv(lambda h: access.load_tile(k_smem.at[stage].at[:, pl.ds(h * lanes, lanes)], layout))
                 plgpu.barrier_arrive(k_free.at[stage])
-                return access.half_operand(keys)
+                return access.operand_apart(keys) if apart else access.half_operand(keys)
 
             def load_values(stage: Any, dead: Any, some: Any) -> jax.Array:
                 """Of quantised pages, lanes by tokens, as `access.load_transposed` has them."""
