@@ -275,13 +275,9 @@ def require_served_by_mosaic(
     Raises:
       NotImplementedError: naming what was asked for and the backend that serves it.
     """
-    plan.require_query_tokens(q.shape[1] if q.ndim == 4 else 1, batch=q.shape[0])
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        if scale is not None and scale.ndim == 3:
-            raise NotImplementedError(
-                f"{name} of shape {list(scale.shape)}: the mosaic backend serves one scale, or one a KV head, and not"
-                f" one a token; {USE_REFERENCE}"
-            )
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    plan.require_query_tokens(q_len, batch=q.shape[0])
+    plan.packed(q_len).with_token_scales(sum(scale is not None and scale.ndim == 3 for scale in scales))
     if jax.__version_info__ < MOSAIC_JAX:
         wanted = ".".join(map(str, MOSAIC_JAX))
         raise NotImplementedError(

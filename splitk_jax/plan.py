@@ -24,6 +24,7 @@ from splitk_jax.tiles import (
     MOSAIC_HEAD_DIMS,
     MOSAIC_QUANTISED_HEAD_DIMS,
     ROWS,
+    SCALE_HEADS,
     WARPGROUP,
     MosaicTile,
 )
@@ -350,6 +351,29 @@ class DecodePlan:
             ctas=self.num_kv_heads // kv_heads * tile.ctas_per_kv_head,
             stages=tile.stages_that_fit(stages, _smem_limit(self.policy.target)),
         )
+
+    def with_token_scales(self, count: int) -> "DecodePlan":
+        """The launch in the mosaic backend where so many of keys and values have a scale a token.
+
+        Raises:
+          NotImplementedError: what the backend does not serve of them.
+        """
+        if not count:
+            return self
+        assert self.stages is not None  # a plan of this backend has them
+        if self.num_kv_heads % SCALE_HEADS:
+            raise NotImplementedError(
+                f"num_kv_heads={self.num_kv_heads} with k_scale or v_scale for each token: the mosaic backend loads"
+                f" those of {SCALE_HEADS} KV heads at once and serves whole numbers of {SCALE_HEADS}; {USE_REFERENCE}"
+            )
+        tile, limit = self.mosaic_tile, _smem_limit(self.policy.target)
+        stages = tile.stages_that_fit(self.stages, limit, count)
+        if limit is not None and tile.smem_bytes(stages, count) > limit:
+            raise NotImplementedError(
+                f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v} with scales for each token: one stage needs"
+                f" {tile.smem_bytes(stages, count)} bytes of shared memory, of which a CTA has {limit}; {USE_REFERENCE}"
+            )
+        return replace(self, stages=stages)
 
     @property
     def launch_teams(self) -> int:

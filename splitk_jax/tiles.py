@@ -31,6 +31,9 @@ MOSAIC_QUANTISED_HEAD_DIMS = (64, 96, 128, 192, 256)
 REDUCTION_BYTES = 2048
 """Shared memory through which the warps of one KV head reduce."""
 
+SCALE_HEADS = 4
+"""KV heads whose scales of a token a CTA loads: as few as 16 bytes hold."""
+
 SMEM_ALIGNMENT = 1024
 """Bytes; Mosaic aligns each buffer to it, as swizzled tiles need."""
 
@@ -138,8 +141,13 @@ class MosaicTile:
         """Tokens of one TMA copy of values: where rows are wider than values, only one row of tiles lies together."""
         return self.copy_rows if self.direct else 8
 
-    def smem_bytes(self, stages: int) -> int:
-        """Bytes of shared memory that a CTA with this many stages needs."""
+    def smem_bytes(self, stages: int, token_scales: int = 0) -> int:
+        """Bytes of shared memory that a CTA with this many stages needs.
+
+        Args:
+          stages: of the CTA.
+          token_scales: how many of keys and values have a scale a token.
+        """
         stage = stages * self.kv_heads * self.step_kv
         buffers = [
             stage * self.head_dim * self.itemsize,
@@ -149,15 +157,16 @@ class MosaicTile:
             self.warpgroups * self.cols * self.rows_v * 2,
             self.warpgroups * self.cols * 4 if self.quantised else 0,
             self.warpgroups * REDUCTION_BYTES,
+            *[stages * self.step_kv * SCALE_HEADS * 4] * token_scales,
             stages * 4,
             WARPGROUP * 4,
             *[stages * 8] * 4,
         ]
         return sum(_round_up(b, SMEM_ALIGNMENT) for b in buffers)
 
-    def stages_that_fit(self, stages: int, limit: int | None) -> int:
+    def stages_that_fit(self, stages: int, limit: int | None, token_scales: int = 0) -> int:
         """Of so many stages, as many as fit in `limit` bytes of shared memory, where it is known; at least one."""
-        while limit is not None and stages > 1 and self.smem_bytes(stages) > limit:
+        while limit is not None and stages > 1 and self.smem_bytes(stages, token_scales) > limit:
             stages -= 1
         return stages
 

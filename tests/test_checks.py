@@ -178,13 +178,13 @@ class TestDecode:
         assert call(jnp.float32(0.5)).shape == (BATCH, Q_HEADS, HEAD_DIM_V)
 
     @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-    def test_the_mosaic_backend_refuses_a_scale_a_token_and_names_who_serves_it(self, name):
+    def test_the_mosaic_backend_refuses_scales_of_tokens_that_it_cannot_load_and_names_who_serves_them(self, name):
         policy = sk.load_policy("h200", environ={}, ahead_of_time=True)
         plan = policy.plan(**SHAPE, kv_dtype="int8")
         pages = np.zeros((3, 16, 2, 64), np.int8)
         arrays = np.zeros((4, 8, 64), "bfloat16"), pages, pages, np.zeros((4, 2), np.int32), np.ones(4, np.int32)
         with refused(
-            NotImplementedError, rf"^{name} of shape \[3, 16, 2\]: the mosaic backend .*SPLITK_JAX_KERNEL=ref"
+            NotImplementedError, rf"^num_kv_heads=2 with .*{name}.* for each token: .* whole numbers of 4; .*KERNEL=ref"
         ):
             sk.paged_decode_attention(*arrays, plan=plan, **{name: zeros(3, 16, 2)})
 

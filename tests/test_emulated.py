@@ -38,6 +38,10 @@ CASES = {
     "e5m2-q3-window": Case((4, 2), 64, batch=2, kv_dtype="float8_e5m2", q_len=3, window=70, page_size=8),
     "int8-dv96-sinks": Case((4, 1), 64, 96, batch=4, kv_dtype="int8", sinks=True, launch_ctas=7),
     "e4m3-f16-mqa": Case((20, 1), 64, batch=2, page_size=64, dtype="float16", kv_dtype="float8_e4m3fn"),
+    "e4m3-tokens": Case((8, 4), batch=3, kv_dtype="float8_e4m3fn", token_scales=True),
+    "int8-tokens-q3-window": Case(
+        (8, 8), 64, batch=2, kv_dtype="int8", q_len=3, window=70, page_size=8, token_scales=True, sinks=True
+    ),
     "q4-few-tokens-a-split": Case((4, 2), 64, batch=2, q_len=4, splits=40, launch_ctas=30),
 }
 
@@ -70,7 +74,8 @@ def draw(case, seed, *, longest=LONGEST, narrow=True):
     sinks = np.linspace(-2, 2, case.heads[0], dtype=np.float32) if case.sinks else None
     options = {"window": case.window, "softcap": case.softcap, "sinks": sinks}
     if case.kv_dtype is not None:
-        stored = quantise(paged, case.kv_dtype, *(("head", "tensor") if seed % 2 else ("none", "head")))
+        kinds = ("head", "tensor") if seed % 2 else ("none", "head")
+        stored = quantise(paged, case.kv_dtype, *(("token", "token") if case.token_scales else kinds))
         paged, options = stored.paged, options | stored.scales
     return plan, paged, options
 
@@ -158,6 +163,17 @@ def test_queries_of_any_size_meet_quantised_pages():
         scales = options | {"k_scale": np.exp2(-exponents[head])}
         got = emulator.decode(sizes, plan, **scales)
         assert_same_bits([x[:, head] for x in got], [x[:, head] for x in expected])
+
+
+@pytest.mark.parametrize("name", ["e4m3-tokens", "int8-tokens-q3-window"])
+def test_scales_of_any_size(name):
+    """Weights times scales are brought into float16's range by a power of two, which grows as scales are met."""
+    plan, paged, options = draw(CASES[name], 10)
+    rng = np.random.default_rng(0)
+    for low, high in ((-60, 60), (0, 1), (60, 61), (-60, -59)):
+        size = np.exp2(rng.integers(low, high, options["v_scale"].shape)).astype(np.float32)
+        scaled = options | {"v_scale": options["v_scale"] * size}
+        assert_within_rounding(emulator.decode(paged, plan, **scaled), paged, **scaled)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "int8-dv96-sinks", "more-rows-than-teams", "one-split"])

@@ -65,6 +65,8 @@ MOSAIC_QUANTISED = {
     "int8-dv96": Case((4, 2), 64, 96, batch=5, kv_dtype="int8", splits=7),
     "e4m3-q4": Case((32, 8), batch=5, q_len=4, kv_dtype=E4M3),
     "int8-d192-q3-window-page8": Case((6, 2), 192, 128, batch=3, q_len=3, window=333, page_size=8, kv_dtype="int8"),
+    "e4m3-tokens": Case((32, 8), batch=9, kv_dtype=E4M3, token_scales=True),
+    "int8-tokens-q3-window": Case((8, 4), 64, batch=3, q_len=3, window=333, kv_dtype="int8", token_scales=True),
 }
 EVERY_MOSAIC = [pytest.param(config, id=name) for name, config in MOSAIC.items()]
 # One compilation each: the other lanes, groups, pages and rules.

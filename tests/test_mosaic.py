@@ -55,6 +55,7 @@ class Case:
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    token_scales: bool = False
     batch: int = 3
     longest: int = 4096
     target: str = "h200"
@@ -109,14 +110,15 @@ class Case:
         )
 
     def lower(self, plan=None):
+        of_tokens = (NUM_PAGES, self.page_size, self.heads[1]) if self.token_scales else None
         call = functools.partial(
             sk.paged_decode_attention,
             plan=self.plan() if plan is None else plan,
             window=self.window,
             softcap=self.softcap,
             sinks=jnp.zeros(self.heads[0]) if self.sinks else None,
-            k_scale=None if self.kv_dtype is None else jnp.ones(self.heads[1]),
-            v_scale=None if self.kv_dtype is None else 0.5,
+            k_scale=None if self.kv_dtype is None else jnp.ones(of_tokens or self.heads[1]),
+            v_scale=None if self.kv_dtype is None else jnp.ones(of_tokens or ()),
             return_lse=True,
         )
         return jax.jit(call).trace(*self.arguments()).lower(lowering_platforms=("cuda",))

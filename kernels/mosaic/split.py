@@ -28,7 +28,7 @@ from splitk_jax.kernels.mosaic.fold import finish, fold, fold_sink, to_whole
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
 from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, rescale
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
-from splitk_jax.tiles import REDUCTION_BYTES, ROWS, WARPGROUP
+from splitk_jax.tiles import REDUCTION_BYTES, ROWS, SCALE_HEADS, WARPGROUP
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
@@ -40,6 +40,9 @@ LIFT = 14.0
 
 REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes on quantised pages, where two warpgroups do."""
+
+LEAST_SIZE = 2.0**-126
+"""The size of scales that are not there."""
 
 EXPONENT = 0xFF << 23
 """The bits of a float32's exponent."""
@@ -105,7 +108,7 @@ def split(
     seq_lens: jax.Array,  # i32[batch]
     sm_scale: jax.Array,  # f32[]
     sinks: jax.Array | None,  # f32[num_q_heads]
-    k_scale: jax.Array | None = None,  # f32[] or f32[num_kv_heads]
+    k_scale: jax.Array | None = None,  # f32[], f32[num_kv_heads] or f32[num_pages, page_size, num_kv_heads]
     v_scale: jax.Array | None = None,  # as k_scale
     *,
     plan: DecodePlan,
@@ -114,7 +117,8 @@ def split(
 ) -> Launched:
     """Computes every split, folds what one CTA holds, and writes the outputs of the rows that are whole."""
     batch, q_len = q.shape[:2]
-    group, plan = plan.group, plan.packed(q_len)
+    of_tokens = {name: x for name, x in (("k", k_scale), ("v", v_scale)) if x is not None and x.ndim == 3}
+    group, plan = plan.group, plan.packed(q_len).with_token_scales(len(of_tokens))
     tile, rows = plan.mosaic_tile, batch * q_len
     num_pages = k_pages.shape[0]
     step_kv, stages, cols, rows_v, dtype = plan.step_kv, plan.stages, tile.cols, tile.rows_v, q.dtype
@@ -136,7 +140,7 @@ def split(
     extra = {
         name: x if x.ndim else x.reshape(1)
         for name, x in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale))
-        if x is not None
+        if x is not None and x.ndim < 3
     }
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
@@ -161,7 +165,8 @@ def split(
     # Whether queries lie in the order of lanes in which threads hold the bytes of keys, who then exchange none.
     apart = tile.quantised and chunk // 16 == 4
     moves_registers = tile.quantised and warpgroups == 2
-    unit = [plgpu.SMEM((warpgroups, cols), jnp.float32)] if scaled else []
+    more = {"unit": plgpu.SMEM((warpgroups, cols), jnp.float32)} if scaled else {}
+    more |= {name: plgpu.SMEM((stages, step_kv, SCALE_HEADS), jnp.float32) for name in of_tokens}
 
     def kernel(*refs: Any) -> None:
         (
@@ -172,7 +177,7 @@ def split(
             scale_gmem,  # f32[1]
             rows_gmem,  # i32[rows, 10]
             work_gmem,  # i32[teams, 15 + copies]
-            *extra_gmem,  # sinks f32[heads], k_scale and v_scale f32[1 or num_kv_heads], those that there are
+            *extra_gmem,  # what there is: sinks f32[heads]; k_scale, v_scale f32[1 or num_kv_heads], or of tokens
             out_gmem,  # [rows, heads, head_dim_v]
             lse_gmem,  # f32[rows, head_blocks, cols]
             o_gmem,  # f32[slots, head_blocks, cols, scratch_splits, lanes]
@@ -190,9 +195,10 @@ def split(
             v_full,
             k_free,
             v_free,
-        ) = refs[: len(refs) - len(unit)]
-        unit_smem = refs[-1]  # f32[warpgroups, cols]: of queries, where they are scaled
-        of_extra = dict(zip(extra, extra_gmem, strict=True))
+        ) = refs[: len(refs) - len(more)]
+        # Of queries, where they are scaled f32[warpgroups, cols]; of tokens f32[stages, step_kv, SCALE_HEADS].
+        of_more = dict(zip(more, refs[len(refs) - len(more) :], strict=True))
+        of_extra = dict(zip((*extra, *of_tokens), extra_gmem, strict=True))
         wg = lax.axis_index("wg")
         cta, team = lax.axis_index("cta"), lax.axis_index("team")
         work = Work(*(work_gmem[team, c] for c in range(schedule.WORK_ROW)))
@@ -244,6 +250,7 @@ def split(
             if moves_registers:
                 plgpu.set_max_registers(REGISTERS[0], action="decrease")
             first_head = lax.div(cta * kv_heads, jnp.int32(tile.ctas_per_kv_head))
+            first_scale = lax.div(first_head, jnp.int32(SCALE_HEADS)) * SCALE_HEADS
             page_size = jnp.int32(plan.page_size)
 
             def load_split(u: Any, carry: Any) -> Any:
@@ -287,17 +294,22 @@ def split(
                     def wanted_copy(token: Any) -> Any:
                         return token < high if window is None else (token < high) & (token + tile.copy_rows > low)
 
-                    def fill(pool: Any, smem: Any, rows: int, full: Any) -> None:
+                    def fill_rows(pool: Any, smem: Any, first: Any, full: Any) -> None:
+                        """Of every token, as much as there is room for from `first` on."""
+                        for j in range(tile.copies):
+                            row = pl.ds(lax.rem(tokens[j], page_size), tile.copy_rows)
+                            access.copy_in(
+                                pool.at[pages[j], row, pl.ds(first, smem.shape[-1])],
+                                smem.at[stage, pl.ds(j * tile.copy_rows, tile.copy_rows)],
+                                full.at[stage],
+                                wanted=wanted_copy(tokens[j]),
+                            )
+
+                    def fill(name: str, pool: Any, smem: Any, rows: int, full: Any) -> None:
+                        if name in of_tokens:
+                            fill_rows(of_extra[name], of_more[name], first_scale, full)
                         if tile.quantised:
-                            width = smem.shape[-1]
-                            for j in range(tile.copies):
-                                row = pl.ds(lax.rem(tokens[j], page_size), tile.copy_rows)
-                                access.copy_in(
-                                    pool.at[pages[j], row, pl.ds(first_head // kv_heads * width, width)],
-                                    smem.at[stage, pl.ds(j * tile.copy_rows, tile.copy_rows)],
-                                    full.at[stage],
-                                    wanted=wanted_copy(tokens[j]),
-                                )
+                            fill_rows(pool, smem, lax.div(first_head, jnp.int32(kv_heads)) * smem.shape[-1], full)
                             return
                         for at in range(0, step_kv, rows):
                             j, part = divmod(at, tile.copy_rows)
@@ -319,14 +331,14 @@ def split(
                     def _() -> None:
                         plgpu.barrier_wait(k_free.at[stage])
 
-                    fill(k_gmem, k_smem, tile.copy_rows, k_full)
+                    fill("k", k_gmem, k_smem, tile.copy_rows, k_full)
 
                     @pl.when(used >= stages)
                     def _() -> None:
                         plgpu.barrier_wait(v_free.at[stage])
 
                     bad_smem[stage] = bad
-                    fill(v_gmem, v_smem, tile.copy_rows_v, v_full)
+                    fill("v", v_gmem, v_smem, tile.copy_rows_v, v_full)
                     return used + 1, held
 
                 return *lax.fori_loop(0, steps_of(base, high), step, (used, held)), *advance(row, index, rec)
@@ -427,7 +439,7 @@ def split(
                     largest = functools.reduce(jnp.maximum, [jnp.max(jnp.maximum(x, -x), axis=1) for x in parts])
                     exponent = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT
                     exponent = jnp.minimum(exponent, 253 << 23)  # of infinities and NaN too
-                    access.store(unit_smem.at[wg], lax.bitcast_convert_type(exponent, jnp.float32))
+                    access.store(of_more["unit"].at[wg], lax.bitcast_convert_type(exponent, jnp.float32))
                     inverse = lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
                     inverse = lax.broadcast_in_dim(inverse, parts[0].shape, [0])
                     inverse = plgpu.layout_cast(inverse, q_layout)
@@ -490,6 +502,26 @@ def split(
                 # Masked by select: a weight of 0 would leave a NaN behind the sequence's end.
                 return lax.cond(some, masked, lambda: values)
 
+            def token_scales(name: str, stage: Any) -> jax.Array:
+                of_step = of_more[name].at[stage, :, lax.rem(kv_head, jnp.int32(SCALE_HEADS))]
+                return lax.broadcast_in_dim(access.load(of_step, Layout.WGMMA.reduce(1)), (step_kv, cols), [0])
+
+            def scale_weights(p: jax.Array, a: jax.Array, size: list[jax.Array], scales: jax.Array) -> Any:
+                """Weights times their values' scales, over the power of two that the largest scale so far is near to.
+
+                Args:
+                  p, a: weights, and what the sum so far is multiplied by.
+                  size: of the steps so far, that power of two.
+                  scales: of the step's values, 0 where a query attends none.
+                """
+                largest = lax.bitcast_convert_type(over_tokens("max", jnp.maximum(scales, -scales)), jnp.int32)
+                now = jnp.minimum(
+                    jnp.maximum(largest & EXPONENT, lax.bitcast_convert_type(size[0], jnp.int32)), 253 << 23
+                )
+                inverse = lax.bitcast_convert_type((254 << 23) - now, jnp.float32)
+                p = p * (scales * across(inverse, step_kv))
+                return p, a * size[0] * inverse, [lax.bitcast_convert_type(now, jnp.float32)]
+
             def compute_split(u: Any, carry: Any) -> Any:
                 used, row, index, rec, whole, run_whole, acc, run = carry
                 base, low, high = bounds(rec, index)
@@ -501,14 +533,15 @@ def split(
                 def _() -> None:
                     load_q(rec.seq)
 
-                units = across(access.load(unit_smem.at[wg], PER_HEAD) * scale, step_kv) if scaled else scale
+                units = across(access.load(of_more["unit"].at[wg], PER_HEAD) * scale, step_kv) if scaled else scale
 
                 def step(i: Any, carry: Any) -> Any:
-                    used, o, m, l = carry
+                    used, o, m, l, *size = carry
                     stage = lax.rem(used, jnp.int32(stages))
                     at = base + i * step_kv
                     lead, live = low - at, high - at
                     plgpu.barrier_wait(k_full.at[stage])
+                    scale_of = units * token_scales("k", stage) if "k" in of_tokens else units
 
                     def qk(acc_ref: Any) -> jax.Array:
                         keys = load_keys(stage) if tile.quantised else k_smem.at[stage, kv]
@@ -519,7 +552,8 @@ def split(
                     if not tile.quantised:
                         plgpu.barrier_arrive(k_free.at[stage])
                     token = plgpu.broadcasted_iota(jnp.int32, (step_kv, cols), 0, layout=Layout.WGMMA)
-                    s = jnp.where(attended(token, rec, at, lead, live), logits(s, units), -jnp.inf)
+                    mask = attended(token, rec, at, lead, live)
+                    s = jnp.where(mask, logits(s, scale_of), -jnp.inf)
                     m_new = to_whole(jnp.maximum(m, over_tokens("max", s)))
                     plgpu.barrier_wait(v_full.at[stage])
                     bad = bad_smem[stage]
@@ -528,6 +562,8 @@ def split(
                     a = rescale(m, m_new)
                     # Summed over tokens once, at the split's end.
                     l = l * across(a, step_kv) + p
+                    if "v" in of_tokens:
+                        p, a, size = scale_weights(p, a, size, jnp.where(mask, token_scales("v", stage), 0.0))
                     o = o * across(a)
                     p_smem.at[wg].transpose((1, 0))[...] = p.astype(half)
                     dead = functools.partial(is_dead, lead=lead, live=live, bad=bad)
@@ -554,11 +590,14 @@ def split(
                     o = pl.run_state(pv)(plgpu.ACC.init(o))
                     if not tile.quantised:
                         plgpu.barrier_arrive(v_free.at[stage])
-                    return used + 1, o, m_new, l
+                    return used + 1, o, m_new, l, *size
 
-                used, o, m, l = lax.fori_loop(
-                    0, steps_of(base, high), step, (used, none.o, none.m, full((step_kv, cols), 0, Layout.WGMMA))
+                size = [full((cols,), LEAST_SIZE, PER_HEAD)] if "v" in of_tokens else []
+                none_l = full((step_kv, cols), 0, Layout.WGMMA)
+                used, o, m, l, *size = lax.fori_loop(
+                    0, steps_of(base, high), step, (used, none.o, none.m, none_l, *size)
                 )
+                o = o * across(size[0]) if size else o
                 if "v_scale" in of_extra:
                     o = o * of_kv_head("v_scale", kv_head)
                 part = SplitPartials(o=o, m=m - lift + nan_if(rec.poison), l=over_tokens("add", l))
@@ -615,16 +654,26 @@ def split(
             plgpu.SMEM((warpgroups, REDUCTION_BYTES // 4), jnp.float32),
             plgpu.SMEM((stages,), jnp.int32),
             plgpu.SMEM((WARPGROUP,), jnp.int32),
-            plgpu.Barrier(num_arrivals=key_copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=value_copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=key_copies + ("k" in of_tokens) * tile.copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=value_copies + ("v" in of_tokens) * tile.copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            *unit,
+            *more.values(),
         ],
         grid=(plan.ctas, plan.launch_teams),
         grid_names=("cta", "team"),
         num_threads=warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(q, k_pages, v_pages, block_tables, sm_scale.reshape(1), sched.rows, sched.work, *extra.values())
+    )(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        sm_scale.reshape(1),
+        sched.rows,
+        sched.work,
+        *extra.values(),
+        *of_tokens.values(),
+    )
     return Launched(out, lse, SplitPartials(*partials), sched)
