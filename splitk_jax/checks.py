@@ -262,6 +262,11 @@ def validate_batch(
             )
 
 
+def on_hopper() -> bool:
+    """Whether JAX's first device is one that the mosaic kernels are for."""
+    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+
+
 def require_served_by_mosaic(
     plan: DecodePlan, q: jax.Array, scales: tuple[jax.Array | None, jax.Array | None], *, runs: bool
 ) -> None:
@@ -285,8 +290,8 @@ def require_served_by_mosaic(
         )
     if plan.policy.ahead_of_time and not runs:
         return
-    device = jax.devices()[0]
-    if getattr(device, "compute_capability", None) != "9.0":
+    if not on_hopper():
+        device = jax.devices()[0]
         elsewhere = (
             "trace and lower it with .trace(...).lower(lowering_platforms=('cuda',)) for another machine"
             if plan.policy.ahead_of_time

@@ -1,6 +1,7 @@
 """Merging of attention states over disjoint KV: a shared prefix and its suffixes, or shards of a context."""
 
 from collections.abc import Sequence
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ def merge_states(
 ) -> tuple[jax.Array, jax.Array]:
     """Merges attention outputs computed over disjoint sets of keys, as one attention over all of them.
 
-    States are folded in the order given, in float32, with one cast at the end; sinks belong in one of them only.
+    States are folded in the order given, in float32, with one cast at the end; sinks belong in one of them only. On a
+    GPU of compute capability 9.0, with JAX 0.11 or newer, a kernel does it where the second to last axis is a multiple
+    of 4 and head_dim one of 64; else XLA does.
 
     Args:
       outs: states of [..., head_dim] each, as a sequence or stacked on a leading axis; one float dtype.
@@ -55,6 +58,43 @@ def splitk_merge_states(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[j
     # Behind barriers, what stands around the call can neither keep more precision than outs and lses have, nor fold
     # constants through the sums: eager and inside a larger jit give the same bits.
     outs, lses = jax.lax.optimization_barrier((outs, lses))
+    merge = _by_kernel if _kernel_serves(outs[0].shape) else _fold
+    return jax.lax.optimization_barrier(merge(outs, lses))
+
+
+def _kernel_serves(shape: tuple[int, ...]) -> bool:
+    if jax.__version_info__ < checks.MOSAIC_JAX or not checks.on_hopper():
+        return False
+    return import_module("splitk_jax.kernels.mosaic.merge").serves(shape)
+
+
+@jax.custom_jvp
+def _by_kernel(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    kernel = import_module("splitk_jax.kernels.mosaic.merge").merge
+
+    @jax.custom_batching.custom_vmap
+    def merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # A process with such a GPU may run this on its CPU all the same.
+        return jax.lax.platform_dependent(outs, lses, cuda=kernel, default=_fold)
+
+    @merge.def_vmap
+    def _(size: int, batched: tuple[list[bool], list[bool]], *states: list[jax.Array]):
+        # A batch is more rows.
+        outs, lses = (
+            [x if is_batched else jnp.broadcast_to(x, (size, *x.shape)) for x, is_batched in zip(xs, axes, strict=True)]
+            for xs, axes in zip(states, batched, strict=True)
+        )
+        return merge(outs, lses), (True, True)
+
+    return merge(outs, lses)
+
+
+@_by_kernel.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple:
+    return _by_kernel(*primals), jax.jvp(_fold, primals, tangents)[1]
+
+
+def _fold(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     largest = lses[0]
     for lse in lses[1:]:
         largest = jnp.maximum(largest, lse)
@@ -67,7 +107,7 @@ def splitk_merge_states(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[j
         merged += jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
     out = jnp.where(total[..., None] == 0, 0.0, merged / total[..., None])
     lse = jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))
-    return jax.lax.optimization_barrier((out.astype(outs[0].dtype), lse))
+    return out.astype(outs[0].dtype), lse
 
 
 _merge = jax.jit(splitk_merge_states)

@@ -106,7 +106,7 @@ def junk(shape, dtype):
     return np.full(shape, np.iinfo(dtype).max // 2 if dtype.kind in "iu" else np.nan, dtype)
 
 
-def kernel(body, *, out_type, scratch_types, grid, grid_names, num_threads=1, thread_name="wg", compiler_params=None):
+def kernel(body, *, out_type, grid, grid_names, compiler_params, scratch_types=(), num_threads=1, thread_name="wg"):
     """`plgpu.kernel`, its CTAs one after another."""
     del compiler_params
 
@@ -236,7 +236,7 @@ class _Instead:
 def emulated():
     """Within it, the mosaic kernels are functions on numpy arrays."""
     from splitk_jax.kernels import partials
-    from splitk_jax.kernels.mosaic import combine, fold, schedule, split
+    from splitk_jax.kernels.mosaic import combine, fold, merge, schedule, split
 
     plgpu = _Instead(
         split.plgpu,
@@ -290,10 +290,10 @@ def emulated():
         np, full=lambda shape, value, dtype=None: np.full(shape, value, dtype or np.asarray(value).dtype)
     )
     replaced = itertools.chain(
-        ((module, "jnp", numbers) for module in (schedule, split, combine, fold, partials)),
-        ((split, name, value) for name, value in (("plgpu", plgpu), ("pl", pallas), ("lax", lax), ("access", access))),
+        ((module, "jnp", numbers) for module in (schedule, split, combine, fold, merge, partials)),
         (
-            (combine, name, value)
+            (module, name, value)
+            for module in (split, combine, merge)
             for name, value in (("plgpu", plgpu), ("pl", pallas), ("lax", lax), ("access", access))
         ),
         [(combine, "jax", _Instead(jax, new_ref=lambda x: Ref(np.array(x)), freeze=lambda ref: ref.array))],
@@ -302,6 +302,14 @@ def emulated():
         for module, name, value in replaced:
             stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def merge_states(outs, lses):
+    """`merge_states` by the mosaic backend's kernel."""
+    from splitk_jax.kernels.mosaic.merge import merge
+
+    with emulated():
+        return merge(list(outs), list(lses))
 
 
 def decode(paged, plan, *, window=None, softcap=None, sinks=None, k_scale=None, v_scale=None):

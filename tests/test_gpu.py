@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from battery import CONFIGS, Config, random_batches
-from support import assert_nan_alone, assert_same_bits, assert_within_rounding, bits, junk_entries, make_paged
+from support import (
+    TOLERANCE,
+    assert_nan_alone,
+    assert_same_bits,
+    assert_within_rounding,
+    bits,
+    junk_entries,
+    make_paged,
+)
 from test_emulated import draw
 from test_mosaic import Case
 
@@ -429,6 +437,31 @@ class TestMosaic:
         text = str(step.lower(q).compile().as_text())
         assert text.count("mosaic_gpu") >= 2
         assert "dynamic-slice-fusion" not in text
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_merge_states(self, dtype):
+        """Against attention over the union; bits alone, in company, in a larger jit and under vmap; a gradient."""
+        rng = np.random.default_rng(0)
+        lses = rng.standard_normal((5, 17, 32)).astype(np.float32) * 4
+        outs = jnp.asarray(rng.standard_normal((5, 17, 32, 128)), dtype)
+        lses[1, 3], lses[:, 4], lses[2, 5] = -np.inf, -np.inf, np.inf
+        outs = outs.at[1, 3].set(jnp.nan)
+        assert "splitk_merge_n5" in jax.jit(sk.merge_states).lower(outs, lses).as_text()
+        out, lse = (np.asarray(x) for x in sk.merge_states(outs, lses))
+        total = np.logaddexp.reduce(lses.astype(np.float64), axis=0)
+        with np.errstate(invalid="ignore"):
+            weights = np.where(lses == np.inf, 1.0, np.exp(lses - np.where(np.isneginf(total), 0, total)))
+        expected = np.nansum(weights[..., None] * np.nan_to_num(np.asarray(outs, np.float64)), axis=0)
+        rtol, _ = TOLERANCE[dtype]
+        np.testing.assert_allclose(out.astype(np.float64), expected, rtol=rtol, atol=2e-5)
+        np.testing.assert_allclose(lse, total, rtol=1e-6, atol=1e-5)
+        for rows in ([0], [16], [3, 5, 4], list(range(17))[::-1]):
+            assert_same_bits(sk.merge_states(outs[:, np.array(rows)], lses[:, rows]), (out[rows], lse[rows]))
+        inside = jax.jit(lambda outs, lses: sk.merge_states([x + 0 for x in outs], [x + 0 for x in lses]))
+        assert_same_bits(inside(outs, lses), (out, lse))
+        assert_same_bits(jax.vmap(sk.merge_states, in_axes=1)(outs, lses), (out, lse))
+        grad = jax.grad(lambda lses: jnp.sum(sk.merge_states(outs[:, :3], lses)[1]))(lses[:, :3])
+        np.testing.assert_allclose(grad, weights[:, :3], rtol=1e-5, atol=1e-6)
 
     def test_a_table_and_a_batch_of_nothing(self):
         rows = company("gqa-llama")
