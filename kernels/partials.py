@@ -18,7 +18,7 @@ class SplitPartials(NamedTuple):
     """Partials of the splits of each row; float32, an empty split is `(0, -inf, 0)`, a poisoned one all NaN.
 
     Attributes:
-      o: f32[..., head_dim_v]. Unnormalised output, `sum(exp2(s - m) * v)`.
+      o: f32[..., head_dim_v]. Unnormalised output, `sum(exp2(s - m) * v)`; between kernels it may be bf16, over `l`.
       m: f32[...]. Largest logit in base 2.
       l: f32[...]. `sum(exp2(s - m))`.
     """
@@ -48,6 +48,17 @@ def fold(
     m = jnp.maximum(acc.m, part.m)
     a, b = rescale(acc.m, m), rescale(part.m, m)
     return SplitPartials(o=acc.o * across(a) + part.o * across(b), m=m, l=acc.l * a + part.l * b)
+
+
+def to_bfloat16(part: SplitPartials) -> SplitPartials:
+    """A split's output over its `l`, which bfloat16 holds as well as any; `l` gives it its weight back."""
+    empty = part.l == 0
+    o = part.o / jnp.where(empty, 1.0, part.l)[..., None]
+    return part._replace(o=o.astype(jnp.bfloat16))
+
+
+def from_bfloat16(part: SplitPartials) -> SplitPartials:
+    return part._replace(o=part.o.astype(jnp.float32) * part.l[..., None])
 
 
 def choose(which: jax.Array, a: SplitPartials, b: SplitPartials) -> SplitPartials:

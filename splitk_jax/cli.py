@@ -140,6 +140,7 @@ def _override_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--max-decode-seqs", type=int, required=True, help="The most sequences that a launch holds.")
 @click.option("--q-dtype", default="bfloat16", show_default=True)
 @click.option("--kv-dtype", default="bfloat16", show_default=True)
+@click.option("--partial-dtype", default="float32", show_default=True, help="Of splits' outputs between the kernels.")
 @click.option("--num-seqs", type=int, help="Static batch bucket, for legacy and adaptive.  [default: max-decode-seqs]")
 @click.option("--max-seq-len", type=int, help="Tokens of the longest sequence, for adaptive and fixed_size.")
 @click.option("--q-len", type=int, default=1, show_default=True, help="Query tokens of a sequence in one call.")

@@ -17,6 +17,7 @@ SHAPE = (
     "max_decode_seqs",
     "q_dtype",
     "kv_dtype",
+    "partial_dtype",
     "num_seqs",
     "max_seq_len",
 )

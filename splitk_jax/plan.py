@@ -31,7 +31,9 @@ from splitk_jax.tiles import (
 
 USE_REFERENCE = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
 
-TREE_VERSION = 4
+PARTIAL_DTYPES = ("float32", "bfloat16")
+
+TREE_VERSION = 5
 """Moves when the split rules or the fold change, since bits move with them."""
 
 RUN_SPLITS = 8
@@ -128,6 +130,7 @@ class DecodePlan:
       ctas: CTAs that one sequence launches at one split,
         `num_kv_heads / kv_heads_per_cta * ceil(group / heads_per_cta)`.
       backend: the kernels that serve it.
+      partial_dtype: what the outputs of splits are kept in between the kernels: float32, or bfloat16 and normalised.
       launch_ctas: CTAs that the mosaic backend launches, whatever the batch. Who computes a split moves no bit, so this
         takes no part in the fingerprint.
       policy: where it came from.
@@ -155,6 +158,7 @@ class DecodePlan:
     backend: str
     launch_ctas: int
     policy: Policy = field(compare=False, repr=False)
+    partial_dtype: str = "float32"
     max_decode_seqs: int = field(compare=False)
     num_seqs: int = field(compare=False)
     max_seq_len: int | None = field(compare=False)
@@ -176,6 +180,7 @@ class DecodePlan:
             whole_number(name, getattr(self, name))
         dtype_name("q_dtype", self.q_dtype, FLOAT_DTYPES)
         dtype_name("kv_dtype", self.kv_dtype, KV_DTYPES)
+        dtype_name("partial_dtype", self.partial_dtype, PARTIAL_DTYPES)
         _require_groups(self.num_q_heads, self.num_kv_heads)
         if self.num_kv_heads % self.kv_heads_per_cta:
             raise ValueError(f"kv_heads_per_cta={self.kv_heads_per_cta} must divide num_kv_heads={self.num_kv_heads}")
@@ -206,6 +211,7 @@ class DecodePlan:
         head_dim_v: int | None = None,
         num_seqs: int | None = None,
         max_seq_len: int | None = None,
+        partial_dtype: Any = "float32",
     ) -> "DecodePlan":
         """Applies `policy` to a model's static shape.
 
@@ -222,6 +228,7 @@ class DecodePlan:
           num_seqs: the static batch bucket, read by `legacy` and `adaptive` only; `max_decode_seqs` when None.
           max_seq_len: tokens; the longest KV that a launch attends to (block-table width * page_size). Needed by
             `adaptive` and `fixed_size`, read by no other rule.
+          partial_dtype: float32 or bfloat16; the latter halves the memory of partials, and rounds each split's output.
 
         Returns:
           The plan.
@@ -246,6 +253,7 @@ class DecodePlan:
             raise ValueError(f"num_seqs={num_seqs} must be at most max_decode_seqs={max_decode_seqs}")
         q_dtype = dtype_name("q_dtype", q_dtype, FLOAT_DTYPES)
         kv_dtype = dtype_name("kv_dtype", kv_dtype, KV_DTYPES)
+        partial_dtype = dtype_name("partial_dtype", partial_dtype, PARTIAL_DTYPES)
         tile = policy.tile(head_dim, kv_dtype, page_size)
         shape, stages = _fitted(
             tile,
@@ -291,6 +299,7 @@ class DecodePlan:
             warpgroups=shape.warpgroups,
             ctas=ctas,
             backend=policy.backend,
+            partial_dtype=partial_dtype,
             launch_ctas=policy.sm_count,
             policy=policy,
             max_decode_seqs=max_decode_seqs,
@@ -427,14 +436,14 @@ class DecodePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of float32 partials that a launch of `row_capacity` sequences and one query token each needs."""
+        """Bytes of partials that a launch of `row_capacity` sequences and one query token each needs."""
         return self._workspace_bytes(1)
 
     def _workspace_bytes(self, q_len: int) -> int:
         if self.backend == "mosaic":
             return self.packed(q_len).scratch_bytes(self.row_capacity * q_len)
         slots = workspace_slots(self.num_splits, self.num_q_heads, self.row_capacity * q_len)
-        return slots * (self.head_dim_v + 2) * 4
+        return slots * (self.head_dim_v * _itemsize(self.partial_dtype) + 2 * 4)
 
     def _require_served_by_mosaic(self) -> None:
         def refuse(what: str, served: str) -> None:
@@ -446,6 +455,9 @@ class DecodePlan:
         target = self.policy.target
         if target is not None and target.arch != "sm_90":
             refuse(f"target {target.name} ({target.arch})", "sm_90")
+        if self.partial_dtype != "float32":
+            # A CTA hands on the fold of many splits: rounded, bits would follow who computed which.
+            refuse(f"partial_dtype={self.partial_dtype}", "float32")
         quantised = self.kv_dtype in QUANTISED_DTYPES
         if self.q_dtype not in MOSAIC_DTYPES or not (quantised or self.q_dtype == self.kv_dtype):
             refuse(
@@ -633,6 +645,7 @@ class DecodePlan:
             "batch_invariant": self.batch_invariant,
             "q_len": q_len,
             "window": window,
+            "partial_dtype": self.partial_dtype,
             "workspace_bytes": self._workspace_bytes(q_len),
             "launch": packed._launch() if self.backend == "mosaic" else None,
             "fingerprint": self.fingerprint(),
@@ -669,7 +682,7 @@ class DecodePlan:
             f"backend          {self.backend}, split edges every {self.block_kv} tokens, steps of {self.step_kv}",
             *_call_lines(q_len, window, facts["launch"]),
             *_launch_lines(facts["launch"]),
-            f"workspace        {report.si_bytes(facts['workspace_bytes'])} of float32 partials",
+            f"workspace        {report.si_bytes(facts['workspace_bytes'])} of {self.partial_dtype} partials",
             f"fingerprint      {facts['fingerprint']}",
             "",
         ]

@@ -424,7 +424,7 @@ class TestAccuracy:
         k[paged.block_tables[3], :, :, 0] = 30.0
         return paged.replace(q=q, k_pages=k)
 
-    def errors(self, dtype):
+    def errors(self, dtype, partial_dtype="float32"):
         """(rms, max) error by split count and kind, relative to the rms of the dense output."""
         paged = self.inputs
         paged = paged.replace(**{name: getattr(paged, name).astype(dtype) for name in ("q", "k_pages", "v_pages")})
@@ -432,7 +432,7 @@ class TestAccuracy:
         scale = np.sqrt((dense**2).mean(axis=(1, 2)))
         rms, largest = {}, {}
         for splits in self.SPLITS:
-            plan = paged.plan(splits, min_kv_per_split=16)
+            plan = dataclasses.replace(paged.plan(splits, min_kv_per_split=16), partial_dtype=partial_dtype)
             assert sum(b > a for a, b in plan.split_bounds(self.LENGTH)) == splits
             error = paged.decode(plan)[0].astype(np.float64) - dense
             rms[splits] = np.sqrt((error**2).mean(axis=(1, 2))) / scale
@@ -455,6 +455,34 @@ class TestAccuracy:
             assert (rms[splits] <= 2e-3).all()
             assert (rms[splits] <= 1.25 * rms[1]).all()
             assert (largest[splits] * np.abs(dense).max(axis=(1, 2)) <= 2 * unsplit).all()
+
+    def test_bfloat16_partials(self):
+        """B17: each split is rounded once, over its own sum, and the fold is float32: more of them add no error."""
+        paged, _, rms, _ = self.errors("float32", "bfloat16")
+        for splits in self.SPLITS:
+            assert (rms[splits] <= 2e-3).all()
+            assert (rms[splits] <= 1.25 * rms[1]).all()
+            plan = dataclasses.replace(paged.plan(splits, min_kv_per_split=16), partial_dtype="bfloat16")
+            ones = paged.replace(v_pages=np.ones_like(paged.v_pages))
+            np.testing.assert_allclose(ones.decode(plan)[0], 1, rtol=2**-22)
+        assert (rms[1] > 1e-4).all()
+
+    def test_bfloat16_partials_in_company(self):
+        """Of rows long, short, empty and bad, each its own bits; a scale of V that the sum brings back."""
+        paged = random_paged([300, 0, 1, 77, 300], page_size=8)
+        plan = dataclasses.replace(paged.plan(7, min_kv_per_split=16), partial_dtype="bfloat16")
+        paged = paged.replace(v_pages=paged.v_pages * np.float32(1e30))
+        paged.block_tables[4, 3] = -1
+        out, lse = paged.decode(plan)
+        assert np.isnan(out[4]).all()
+        assert np.isnan(lse[4]).all()
+        assert not out[1].any()
+        dense, dense_lse = paged.dense()
+        np.testing.assert_allclose(out[:4] / 1e30, dense[:4] / 1e30, rtol=2**-8, atol=1e-3)
+        np.testing.assert_allclose(lse[[0, 2, 3]], dense_lse[[0, 2, 3]], rtol=1e-6)
+        for row in range(4):
+            alone = paged.replace(**{x: getattr(paged, x)[row : row + 1] for x in ("q", "block_tables", "seq_lens")})
+            assert_same_bits(alone.decode(plan), [x[row : row + 1] for x in (out, lse)])
 
 
 def unsplit_reference(paged):

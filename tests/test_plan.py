@@ -222,6 +222,19 @@ class TestPlanIsAValue:
         assert plan.workspace_bytes == 33 * 32 * 64 * (64 + 2) * 4
         assert sk.load_policy("a100", environ={}, splits="off").plan(**SHAPE).workspace_bytes == 0
 
+    def test_partials_of_16_bits(self):
+        policy = sk.load_policy("h200", environ={}, backend="reference", splits=33)
+        plan, wide = (policy.plan(**SHAPE, partial_dtype=dtype) for dtype in ("bfloat16", "float32"))
+        assert plan.workspace_bytes == 33 * 32 * 64 * (128 * 2 + 8)
+        assert wide == policy.plan(**SHAPE) != plan
+        assert wide.fingerprint() != plan.fingerprint()
+        assert "of bfloat16 partials" in plan.explain()
+        assert plan.report()["partial_dtype"] == "bfloat16"
+        with pytest.raises(NotImplementedError, match="partial_dtype=bfloat16: the mosaic backend serves float32"):
+            sk.load_policy("h200", environ={}).plan(**SHAPE, partial_dtype="bfloat16")
+        with pytest.raises(ValueError, match="partial_dtype"):
+            policy.plan(**SHAPE, partial_dtype="float16")
+
 
 class TestFingerprint:
     def plan(self, target="h200", shape=SHAPE, **overrides):

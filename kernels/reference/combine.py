@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold
+from splitk_jax.kernels.partials import LN2, LOG2E, SplitPartials, fold, from_bfloat16
 from splitk_jax.kernels.reference import loops
 from splitk_jax.plan import RUN_SPLITS, DecodePlan
 
 
 def combine(
-    partials: SplitPartials,  # o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l without the last axis
+    partials: SplitPartials,  # o [batch, q_len, num_splits, num_q_heads, head_dim_v]; m, l without the last axis
     sinks: jax.Array | None,  # f32[num_q_heads]
     *,
     plan: DecodePlan,
@@ -27,7 +27,8 @@ def combine(
         )
 
         def at(s: jax.Array | int) -> SplitPartials:
-            return SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))
+            part = SplitPartials(*(lax.dynamic_index_in_dim(x, s, keepdims=False) for x in parts))
+            return from_bfloat16(part) if plan.partial_dtype == "bfloat16" else part
 
         def fold_run(first: jax.Array | int) -> SplitPartials:
             stop = jnp.minimum(first + RUN_SPLITS, num_splits)

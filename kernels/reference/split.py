@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale
+from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale, to_bfloat16
 from splitk_jax.kernels.reference import loops
 from splitk_jax.plan import DecodePlan, split_range
 
@@ -32,7 +32,8 @@ def split(
     """Computes the partials of every split of every row, as `kernels/README.md` has it.
 
     Returns:
-      o f32[batch, q_len, num_splits, num_q_heads, head_dim_v]; m and l without its last axis.
+      o [batch, q_len, num_splits, num_q_heads, head_dim_v] in the plan's partial_dtype; f32 m and l without its last
+      axis.
     """
     del sinks
     batch, q_len, num_q_heads, head_dim = q.shape
@@ -47,6 +48,8 @@ def split(
     q = q.reshape(batch * q_len, num_kv_heads, group, head_dim)
     # Products of two 16-bit floats are exact in float32, so that these need no copy in float32.
     product_dtype = q.dtype if q.dtype == k_pages.dtype else jnp.float32
+
+    kept = to_bfloat16 if plan.partial_dtype == "bfloat16" else lambda part: part
 
     def attend_row(row: jax.Array, partials: SplitPartials) -> SplitPartials:
         seq, position = row // q_len, row % q_len
@@ -92,17 +95,21 @@ def split(
 
             start = (low, _empty((num_kv_heads, group), head_dim_v, zero))
             _, part = lax.while_loop(lambda carry: carry[0] < high, step, start)
-            return _write(partials, (row, s), part)
+            return _write(partials, (row, s), kept(part))
 
         # A row whose length cannot be served shows it in split 0; the fold carries NaN to the output.
         partials = _write(
             partials,
             (row, jnp.int32(0)),
-            jax.tree.map(lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v, zero)),
+            kept(
+                jax.tree.map(
+                    lambda x: jnp.where(length_ok, x, jnp.nan), _empty((num_kv_heads, group), head_dim_v, zero)
+                )
+            ),
         )
         return lax.fori_loop(edges.first, edges.stop, attend_split, partials)
 
-    empty = _empty((batch * q_len, plan.num_splits, num_kv_heads, group), head_dim_v, zero)
+    empty = kept(_empty((batch * q_len, plan.num_splits, num_kv_heads, group), head_dim_v, zero))
     partials = lax.fori_loop(0, loops.trip_count(batch * q_len), attend_row, empty)
     lead = (batch, q_len, plan.num_splits, num_q_heads)
     return SplitPartials(
