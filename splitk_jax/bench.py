@@ -405,19 +405,24 @@ def dense_row(
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     k, v = (x[block_table].reshape(-1, num_kv_heads, head_dim).astype(jnp.float32) for x in (k_pages, v_pages))
-    k, v = (x * scale for x in (k, v))
-    k, v = (x.transpose(1, 0, 2)[None, :, None] for x in (k, v))  # [1, num_kv_heads, 1, tokens, head_dim]
-    q_len = q.shape[0] if q.ndim == 3 else 1
-    grouped = q.reshape(q_len, num_kv_heads, -1, 1, head_dim).astype(jnp.float32) * head_dim**-0.5
-    # Products and sums, not `dot`: nothing rounds to TF32, and there is no algorithm to search for.
-    logits = (grouped * k).sum(-1)  # [q_len, num_kv_heads, group, tokens]
-    query = (seq_len - q_len + jnp.arange(q_len))[:, None]  # positions
-    key = jnp.arange(logits.shape[-1])[None, :]
-    live = key <= query
-    if window is not None:
-        live &= key > query - window
-    p = jax.nn.softmax(jnp.where(live[:, None, None, :], logits, -jnp.inf), axis=-1)
-    return (p[..., None] * v).sum(3).reshape(q.shape)
+    k, v = ((x * scale).transpose(1, 0, 2)[:, None] for x in (k, v))  # [num_kv_heads, 1, tokens, head_dim]
+    token = jnp.arange(k.shape[2])
+
+    def attend(query: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, past = query
+        grouped = q.reshape(num_kv_heads, -1, 1, head_dim).astype(jnp.float32) * head_dim**-0.5
+        # Products and sums, not `dot`: nothing rounds to TF32, and there is no algorithm to search for.
+        logits = (grouped * k).sum(-1)  # [num_kv_heads, group, tokens]
+        live = token < past
+        if window is not None:
+            live &= token >= past - window
+        p = jax.nn.softmax(jnp.where(live, logits, -jnp.inf), axis=-1)
+        return (p[..., None] * v).sum(2).reshape(q.shape)
+
+    if q.ndim == 2:
+        return attend((q, seq_len))
+    # One by one: of all together, products of gigabytes.
+    return jax.lax.map(attend, (q, seq_len - q.shape[0] + 1 + jnp.arange(q.shape[0])))
 
 
 def chain(decode: Decode, *, layers: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
