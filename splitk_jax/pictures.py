@@ -18,6 +18,9 @@ RAGGED = (1, 0.5, 0.3, 0.125, 0.045, 0.012)
 SHADES = ("#4477aa", "#88bbdd")
 """Splits in turn; apart from one another without their colours, too."""
 
+MARKERS = "osD^v"
+"""Of each batch that a report shows."""
+
 
 def plot_plan(plan: DecodePlan, path: str, seq_lens: Sequence[int] | None = None) -> None:
     """Draws active splits and CTAs by context and batch, and the split trees of a ragged batch to scale.
@@ -66,11 +69,13 @@ def _draw_splits(axes: Any, contexts: list[int], active: list[int]) -> None:
 
 
 def _draw_ctas(axes: Any, plan: DecodePlan, contexts: list[int]) -> None:
-    for i, batch in enumerate(plan.report_batches):
+    batches = plan.report_batches
+    for i, batch in enumerate(batches):
         # Of a rule that reads the batch, this batch's own tree.
         own = replace(plan, num_splits=plan.splits_at(batch))
         ctas = [batch * splits * plan.ctas for splits in _active(own, contexts)]
-        axes.plot(contexts, ctas, color=str(0.65 - 0.2 * i), marker="osD^"[i], markersize=4, label=f"batch {batch}")
+        grey = 0.55 * (1 - i / len(batches))
+        axes.plot(contexts, ctas, color=str(grey), marker=MARKERS[i], markersize=4, label=f"batch {batch}")
     axes.axhline(plan.policy.sm_count, color="#cc3311", linestyle="--", linewidth=1)
     axes.annotate(
         f"{plan.policy.sm_count} SMs", (contexts[0], plan.policy.sm_count), textcoords="offset points", xytext=(2, 4)

@@ -161,7 +161,7 @@ def test_explain_compares_targets():
 def test_explain_draws(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    assert run(*EXPLAIN, "--plot", str(path)).exit_code == 0
+    assert run(*EXPLAIN, "--max-decode-seqs", "65", "--plot", str(path)).exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     shape = ["--q-heads", "8", "--kv-heads", "1", "--head-dim", "80", "--page-size", "8", "--max-decode-seqs", "3"]
     for rule in ("adaptive", "fixed_size", "off"):
