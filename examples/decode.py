@@ -171,7 +171,9 @@ def splitk_inspect():
         config = smollm2.read_config(smollm2.find_gguf())
     except OSError as error:
         raise ValueError(str(error)) from error
-    max_seq_len, num_seqs, dtype = 256, len(PROMPTS), choose_dtype()
+    max_seq_len, num_seqs = 256, len(PROMPTS)
+    # For a GPU that need not be here.
+    dtype = np.dtype(jnp.bfloat16) if sk.load_policy().backend == "mosaic" else choose_dtype()
     plan = make_plan(config, dtype, target=None, max_decode_seqs=num_seqs, max_seq_len=max_seq_len, min_kv_per_split=64)
     graph, weights = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
     width = -(-max_seq_len // PAGE_SIZE)

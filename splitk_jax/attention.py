@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from splitk_jax import checks, log, marks
 from splitk_jax.plan import DecodePlan
-from splitk_jax.policy import check_sm_count
+from splitk_jax.policy import INSPECTING, check_sm_count
 
 
 @overload
@@ -123,9 +123,11 @@ def paged_decode_attention(
         v_scale=v_scale,
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    elsewhere = plan.policy.ahead_of_time or INSPECTING.get()
     if plan.backend == "mosaic":
-        checks.require_served_by_mosaic(plan, q, (arrays[-2], arrays[-1]), runs=not traced)
-    if not plan.policy.ahead_of_time and plan.policy.target is not None and plan.policy.target.arch != "cpu":
+        runs = not (traced or INSPECTING.get())
+        checks.require_served_by_mosaic(plan, q, (arrays[-2], arrays[-1]), elsewhere=elsewhere, runs=runs)
+    if not elsewhere and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
     log.traced(plan)
     if traced:

@@ -268,13 +268,19 @@ def on_hopper() -> bool:
 
 
 def require_served_by_mosaic(
-    plan: DecodePlan, q: jax.Array, scales: tuple[jax.Array | None, jax.Array | None], *, runs: bool
+    plan: DecodePlan,
+    q: jax.Array,
+    scales: tuple[jax.Array | None, jax.Array | None],
+    *,
+    elsewhere: bool,
+    runs: bool,
 ) -> None:
     """Refuses by name what the mosaic backend does not serve, and a process that cannot run it.
 
     Args:
       plan, q: of the call.
       scales: k_scale and v_scale, as `kv_scale` returns them.
+      elsewhere: whether the plan is ahead of time, or only looked at: no device is asked for then, unless it runs.
       runs: whether the call runs here and now, on arrays: for another machine it can only be traced and lowered.
 
     Raises:
@@ -288,16 +294,16 @@ def require_served_by_mosaic(
         raise NotImplementedError(
             f"jax {jax.__version__}: the mosaic backend needs JAX {wanted} or newer; {USE_REFERENCE}"
         )
-    if plan.policy.ahead_of_time and not runs:
+    if elsewhere and not runs:
         return
     if not on_hopper():
         device = jax.devices()[0]
-        elsewhere = (
+        or_elsewhere = (
             "trace and lower it with .trace(...).lower(lowering_platforms=('cuda',)) for another machine"
             if plan.policy.ahead_of_time
             else "say load_policy(..., ahead_of_time=True) to lower for another machine"
         )
         raise NotImplementedError(
             f"device {device.device_kind!r}: the mosaic backend needs an sm_90 GPU as JAX's first device;"
-            f" {USE_REFERENCE}, or {elsewhere}"
+            f" {USE_REFERENCE}, or {or_elsewhere}"
         )

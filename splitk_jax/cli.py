@@ -18,7 +18,9 @@ import jax
 
 from splitk_jax import peers, report
 from splitk_jax.bench import Options, Run, document, head, plot, require_plot, tables
+from splitk_jax.inspection import Inspection
 from splitk_jax.inspection import inspect as find
+from splitk_jax.marks import inspecting
 from splitk_jax.pictures import plot_plan
 from splitk_jax.plan import DecodePlan
 from splitk_jax.policy import load_policy
@@ -242,6 +244,12 @@ def inspect(function: str, specs: str | None, as_json: bool) -> None:
 
     Nothing is compiled or run. FUNCTION is splitk_inspect where a FILE alone is named.
     """
+    with inspecting():  # a policy that it loads is not compared with this machine's device either
+        found = _found(function, specs)
+    click.echo(found.to_json() if as_json else str(found))
+
+
+def _found(function: str, specs: str | None) -> Inspection:
     fn: Any = _import_function(function)
     if specs is None:
         made = fn()
@@ -254,10 +262,8 @@ def inspect(function: str, specs: str | None, as_json: bool) -> None:
                 " args) or (function, args, kwargs); or give the shapes of its own arguments with --args"
             )
         fn, args, *rest = made
-        found = find(fn, *args, **(rest[0] if rest else {}))
-    else:
-        found = find(fn, *parse_specs(specs))
-    click.echo(found.to_json() if as_json else str(found))
+        return find(fn, *args, **(rest[0] if rest else {}))
+    return find(fn, *parse_specs(specs))
 
 
 def parse_specs(text: str) -> list[Any]:

@@ -136,6 +136,8 @@ def _options(call: Call) -> str:
 def inspect(fn: Any, *args: Any, **kwargs: Any) -> Inspection:
     """Finds every decode and merge call in a function, without compiling or running it; no device is needed.
 
+    Its plans may be for another machine, also where nobody said `ahead_of_time=True`.
+
     Args:
       fn: a function, jitted or not; or what became of one: `jax.stages.Traced`, `Lowered`, `Compiled`,
         `jax.export.Exported`, of which the text is read.
@@ -160,7 +162,7 @@ def inspect(fn: Any, *args: Any, **kwargs: Any) -> Inspection:
             f" {type(fn).__module__}.{type(fn).__qualname__}"
         )
     # What `disable_jit` would run step by step is traced all the same: it is what runs without it.
-    with jax.disable_jit(False):
+    with marks.inspecting(), jax.disable_jit(False):
         if isinstance(fn, JITTED):
             return Inspection(_calls(fn.trace(*args, **kwargs).jaxpr))
         return Inspection(_calls(_trace(fn, args, kwargs)))

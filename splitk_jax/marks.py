@@ -5,7 +5,8 @@ lowers to its operand.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,12 +14,30 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from splitk_jax.plan import DecodePlan
+from splitk_jax.policy import INSPECTING
 
 DECODE = "splitk_decode"
 MERGE = "splitk_merge_states"
 
 OBSERVERS: list[Callable[[DecodePlan], None]] = []
 """Told of each decode call that is traced."""
+
+_inspected = jax.make_user_context(False)
+
+
+@contextmanager
+def inspecting() -> Generator[None]:
+    """While a function is inspected no device is asked for.
+
+    What is traced meanwhile has not met the checks of the device that it runs on, so it has jit caches of its own.
+    """
+    token = INSPECTING.set(True)
+    try:
+        with _inspected(True):
+            yield
+    finally:
+        INSPECTING.reset(token)
+
 
 plan_p = Primitive("splitk_plan")
 plan_p.def_impl(lambda q, **decisions: q)

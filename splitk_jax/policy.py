@@ -5,6 +5,7 @@ sequence length, and the static batch is read by the two rules that say so, `leg
 """
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,9 @@ DEFAULT_MIN_KV_PER_SPLIT = 256
 
 DEFAULT_SPLIT_SIZE = 512
 """Tokens; `split_size` of a target that states none."""
+
+INSPECTING: ContextVar[bool] = ContextVar("INSPECTING", default=False)
+"""Set by `inspect` while it traces: every plan counts as ahead of time, and no device is compared."""
 
 _DEFAULTS = {
     "split_size": (DEFAULT_SPLIT_SIZE, "default DEFAULT_SPLIT_SIZE"),
@@ -366,7 +370,7 @@ def load_policy(
 
         device = jax.devices()[0]
         found = target_for_device(device.device_kind, config_dir=environment.config_dir)
-        if not ahead_of_time:
+        if not (ahead_of_time or INSPECTING.get()):
             check_sm_count(found.sm_count, found.source, device)
     return _resolve(found, environment, ahead_of_time, overrides)
 

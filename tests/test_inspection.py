@@ -19,6 +19,9 @@ from splitk_jax.checks import MOSAIC_JAX
 from splitk_jax.cli import main
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_decode_seqs": 8}
+NEEDS_MOSAIC = pytest.mark.skipif(
+    jax.__version_info__ < MOSAIC_JAX, reason=f"jax {jax.__version__} is too old for mosaic"
+)
 BATCH, WIDTH, PAGES = 3, 4, 16
 
 
@@ -207,6 +210,33 @@ class TestWhatItIsReadFrom:
         plan = make_plan(splits=5, min_kv_per_split=16)
         assert sk.inspect(functools.partial(decode, plan=plan), *arguments())[0].plan == plan
 
+    @pytest.mark.parametrize("backend", ["reference", pytest.param("mosaic", marks=NEEDS_MOSAIC)])
+    def test_no_device_is_asked_for(self, backend, monkeypatch):
+        """Of a plan that nobody called ahead of time; and its run, afterwards, is compared all the same."""
+        import jax._src.xla_bridge as xla_bridge
+
+        plan = sk.load_policy("h200", environ={}, backend=backend).plan(**HEADS)
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments()]
+        arrays[:3] = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays[:3]]
+        step = jax.jit(functools.partial(decode, plan=plan))
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("a device was asked for")
+
+        with monkeypatch.context() as patch:
+            for name in ("devices", "default_backend", "local_devices"):
+                patch.setattr(jax, name, refuse)
+            for name in ("backends", "get_backend", "devices"):
+                patch.setattr(xla_bridge, name, refuse)
+            assert sk.inspect(step, *arrays)[0].plan == plan
+
+        class Slice:
+            platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA H200 MIG", 60, "9.0"
+
+        monkeypatch.setattr(jax, "devices", lambda *args: [Slice()])
+        with pytest.raises(sk.ConfigError, match="sm_count=132"):
+            step.trace(*arrays)
+
     @pytest.mark.parametrize("stage", ["traced", "lowered", "compiled", "exported"])
     def test_what_becomes_of_a_function(self, stage):
         call = jax.jit(scanned)
@@ -280,7 +310,7 @@ class TestWhatItIsReadFrom:
         assert facts["where"] == ["scan of 5"]
 
 
-@pytest.mark.skipif(jax.__version_info__ < MOSAIC_JAX, reason=f"jax {jax.__version__} is too old for mosaic")
+@NEEDS_MOSAIC
 class TestMosaic:
     def test_kernels_and_grids_are_the_launches(self):
         shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_decode_seqs": 4}
@@ -411,6 +441,12 @@ def of_nothing():
     return decode, arguments()
 
 
+def for_a_named_target():
+    """As a program has it, that is made for the machine that it runs on."""
+    plan = sk.load_policy(backend="reference").plan(**HEADS, q_dtype="float32", kv_dtype="float32")
+    return functools.partial(decode, plan=plan), arguments()
+
+
 class TestCommand:
     HERE = str(Path(__file__))
 
@@ -422,6 +458,13 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         for part in ("decode", "splitk_reference_split_s3", PLAN.fingerprint()):
             assert part in done.output
+
+    def test_the_target_of_the_environment_needs_no_device(self, monkeypatch):
+        monkeypatch.setenv("SPLITK_JAX_TARGET", "h200")
+        monkeypatch.setattr(jax, "devices", lambda *args: pytest.fail("a device was asked for"))
+        done = self.run(f"{self.HERE}:for_a_named_target", "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.output)[0]["plan"]["launch_ctas"] == 132
 
     def test_shapes_on_the_command_line(self):
         specs = "f32[3,4,64] float32[16, 16, 2, 64], f32[16,16,2,64] i32[3,4]  int32[3]"
