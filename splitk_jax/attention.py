@@ -133,17 +133,29 @@ def paged_decode_attention(
     if traced:
         for observe in marks.OBSERVERS:
             observe(plan)
-    out, lse = _decode(plan)(*arrays, **options)
+    # Equal plans are one call. A trace also says where its plan came from, so there such plans are calls of their own.
+    q_len = 1 if jnp.ndim(q) == 3 else q.shape[1]
+    tile = marks.tile_name(plan, q_len, sum(jnp.ndim(scale) == 3 for scale in arrays[-2:] if scale is not None))
+    out, lse = _decode(plan, tile=tile, origin=_origin(plan) if traced else None)(*arrays, **options)
     if jnp.ndim(q) == 3:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
 
 
+def _origin(plan: DecodePlan) -> tuple[Any, ...]:
+    """What a plan shows of itself and does not compare."""
+    policy = plan.policy
+    shown = (policy, policy.target, policy.origins, policy.ahead_of_time, policy.log_plans)
+    return (*shown, plan.max_decode_seqs, plan.num_seqs, plan.max_seq_len)
+
+
 @functools.cache
-def _decode(plan: DecodePlan) -> Any:
+def _decode(plan: DecodePlan, *, tile: str, origin: tuple[Any, ...] | None) -> Any:
     """The jitted call of a plan; its name says which plan that is in whatever the call is lowered or compiled to."""
+    del origin
     return jax.jit(
-        marks.named(functools.partial(_attend, plan=plan), marks.call_name(plan)), static_argnames=("window", "softcap")
+        marks.named(functools.partial(_attend, plan=plan), marks.call_name(plan, tile)),
+        static_argnames=("window", "softcap"),
     )
 
 
@@ -184,10 +196,8 @@ def _kernels(plan: DecodePlan) -> tuple[Any, Any]:
     if plan.backend != "reference":
         return split, combine
     # Device kernels have names of their own; these are functions of a program, named alike.
+    split_name, combine_name = marks.kernel_names(plan.num_splits, marks.tile_name(plan, 1, 0), plan.backend)
     return (
-        jax.jit(
-            marks.named(split, f"splitk_reference_split_s{plan.num_splits}_t{plan.step_kv}"),
-            static_argnames=("window", "softcap"),
-        ),
-        jax.jit(marks.named(combine, f"splitk_reference_combine_s{plan.num_splits}")),
+        jax.jit(marks.named(split, split_name), static_argnames=("window", "softcap")),
+        jax.jit(marks.named(combine, combine_name)),
     )

@@ -7,6 +7,7 @@ in their text are read.
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,12 +20,8 @@ from splitk_jax import marks, report
 from splitk_jax.plan import DecodePlan
 
 KERNEL = "splitk_"
-OWN_FOLDER = str(Path(__file__).parent)
-JAX_FOLDER = str(Path(jax.__file__).parent)
+OWN_FOLDERS = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, jax.__file__))
 JITTED = type(jax.jit(lambda: None))
-
-IN_TEXT = re.compile(rf"{marks.DECODE}_s(\d+)_([a-z]+)_([0-9a-f]{{16}})")
-KERNEL_IN_TEXT = re.compile(r"splitk_(?:[a-z]+_)?(?:split|combine)_s\d+(?:_t\d+(?:x\d+)?)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +33,17 @@ class Call:
       where: what it is inside of, outermost first: `scan of 32`, `vmap of 3`, `while`, `condition of while`,
         `branch 1 of cond` (of `jax.lax.cond` the true one), `shard_map`, `remat`, `exported`.
       times: how often one run of the function makes it; None where that is not static: in a while loop or a branch, and
-        in text.
+        in text. Under `vmap` a decode is a loop, and a merge one merge of larger arrays.
       source: the line that makes it, `path:line (function)`; None where it is not known.
       batch, q_len: of the queries, static; None in text.
-      states: how many states a merge merges; None for a decode, and in text.
+      states: how many states a merge merges; None for a decode.
       num_splits, backend, fingerprint: the plan's; None for a merge.
       kernels: names of the kernels, as lowered text has them, with the launch grid of each; the grid is None where the
         backend has none, or in text.
       window, softcap, sinks: static decisions beside the plan's, and whether there are sinks; None also in text, which
         does not say.
       plan: the plan; None for a merge, and in text.
+      in_text: whether it was read from text, which has each different call once, however often it is made.
     """
 
     kind: str
@@ -63,6 +61,7 @@ class Call:
     softcap: float | None = None
     sinks: bool | None = None
     plan: DecodePlan | None = None
+    in_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,7 @@ class Inspection:
             return "no call of splitk_jax\n"
         rows = [
             (
+                call.in_text,
                 call.kind,
                 "-" if call.source is None else call.source.rpartition("/")[2],
                 " > ".join(call.where) or "-",
@@ -113,15 +113,15 @@ class Inspection:
             for call in self.calls
         ]
         # Layers of a model follow one another: equal lines are one. Of a text nobody knows how many calls it has.
-        lines = [("?" if row[1] == "-" else len(list(same)), *row) for row, same in itertools.groupby(rows)]
+        lines = [("?" if in_text else len(list(same)), *row) for (in_text, *row), same in itertools.groupby(rows)]
         header = ("calls", "kind", "at", "in", "times", "batch", "q_len", "options", "splits", "plan")
-        parts = [report.table("calls", header, lines, left=4)]
+        parts = [report.table("calls", header, lines, left=4, whole=("plan",))]
         kernels = dict.fromkeys((call.fingerprint, *kernel) for call in self.calls for kernel in call.kernels)
         if kernels:
             launches = [
                 (plan, name, "-" if grid is None else " x ".join(map(str, grid))) for plan, name, grid in kernels
             ]
-            parts.append(report.table("kernels", ("plan", "kernel", "grid"), launches, left=3))
+            parts.append(report.table("kernels", ("plan", "kernel", "grid"), launches, left=3, whole=("plan",)))
         return report.render(*parts)
 
 
@@ -196,27 +196,29 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _calls_in_text(text: str, where: tuple[str, ...]) -> tuple[Call, ...]:
-    kernels = dict.fromkeys(match.group() for match in KERNEL_IN_TEXT.finditer(text))
+    def kernels(*call: Any) -> tuple[tuple[str, None], ...]:
+        # Of the same name again MLIR makes name_0.
+        names = marks.kernel_names(*call)
+        return tuple((name, None) for name in names if re.search(rf"(?<![A-Za-z0-9_]){name}(?:_\d+)?(?!\w)", text))
 
-    def belongs(name: str, splits: str, backend: str) -> bool:
-        of_reference = name.startswith(f"{KERNEL}reference_")
-        return of_reference == (backend == "reference") and re.search(rf"_s{splits}(?!\d)", name) is not None
-
-    calls = [
-        Call(
-            kind="decode",
-            where=where,
-            times=None,
-            num_splits=int(splits),
-            backend=backend,
-            fingerprint=fingerprint,
-            kernels=tuple((name, None) for name in kernels if belongs(name, splits, backend)),
-        )
-        for splits, backend, fingerprint in dict.fromkeys(match.groups() for match in IN_TEXT.finditer(text))
-    ]
-    if marks.MERGE in text:
-        calls.append(Call(kind="merge", where=where, times=None))
-    return tuple(calls)
+    decodes = dict.fromkeys(match.groups() for match in marks.DECODE_NAME.finditer(text))
+    merges = dict.fromkeys(match[1] for match in marks.MERGE_NAME.finditer(text))
+    return (
+        *(
+            Call(
+                kind="decode",
+                where=where,
+                times=None,
+                num_splits=int(splits),
+                backend=backend,
+                fingerprint=fingerprint,
+                kernels=kernels(splits, tile, backend),
+                in_text=True,
+            )
+            for splits, tile, backend, fingerprint in decodes
+        ),
+        *(Call(kind="merge", where=where, times=None, states=int(states), in_text=True) for states in merges),
+    )
 
 
 def _calls(closed: Any) -> tuple[Call, ...]:
@@ -226,27 +228,31 @@ def _calls(closed: Any) -> tuple[Call, ...]:
 def _walk(jaxpr: Any, where: tuple[str, ...], times: int | None, source: str | None) -> Iterator[Call]:
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
-        name = str(params.get("name", ""))
         # A cached trace of an inner function was made elsewhere: the outermost line of ours is the call's.
         line = _source(equation) or source
-        if name.startswith(marks.DECODE):
-            yield _decode_call(params["jaxpr"], where, times, line)
-        elif name == marks.MERGE:
-            states = len(equation.invars) // 2  # an out and an lse each
-            yield Call(kind="merge", where=where, times=times, source=line, states=states)
-        elif primitive == "call_exported":
+        if primitive == "call_exported":
             yield from _calls_in_text(str(params["exported"].mlir_module()), (*where, "exported"))
-        else:
-            for label, count, inner in _bodies(primitive, params):
-                inside = where if label is None else (*where, label)
-                yield from _walk(inner, inside, None if times is None or count is None else times * count, line)
+            continue
+        for label, count, inner in _bodies(primitive, params):
+            inside = where if label is None else (*where, label)
+            often = None if times is None or count is None else times * count
+            mark = next((each for each in inner.eqns if each.primitive in (marks.plan_p, marks.merge_p)), None)
+            if mark is None:
+                yield from _walk(inner, inside, often, line)
+            elif mark.primitive is marks.plan_p:
+                yield _decode_call(inner, mark.params, inside, often, line)
+            else:
+                mapped = tuple(f"vmap of {size}" for size in reversed(mark.params["mapped"]))
+                states = mark.params["states"]
+                yield Call(kind="merge", where=(*inside, *mapped), times=often, source=line, states=states)
 
 
-def _decode_call(closed: Any, where: tuple[str, ...], times: int | None, source: str | None) -> Call:
-    equations = list(_equations(getattr(closed, "jaxpr", closed), ()))
-    (mark,) = (equation for equation, _ in equations if equation.primitive is marks.plan_p)
+def _decode_call(
+    jaxpr: Any, decisions: dict[str, Any], where: tuple[str, ...], times: int | None, source: str | None
+) -> Call:
+    equations = list(_equations(jaxpr, ()))
     launches = [(equation, loops) for equation, loops in equations if _name(equation).startswith(KERNEL)]
-    plan: DecodePlan = mark.params["plan"]
+    plan: DecodePlan = decisions["plan"]
     # Under `vmap` the call is a loop over its rows.
     mapped = launches[0][1] if launches else ()
     for size in mapped:
@@ -256,15 +262,15 @@ def _decode_call(closed: Any, where: tuple[str, ...], times: int | None, source:
         where=where,
         times=times,
         source=source,
-        batch=mark.params["batch"],
-        q_len=mark.params["q_len"],
+        batch=decisions["batch"],
+        q_len=decisions["q_len"],
         num_splits=plan.num_splits,
         backend=plan.backend,
         fingerprint=plan.fingerprint(),
         kernels=tuple(dict.fromkeys((_name(equation), _grid(equation)) for equation, _ in launches)),
-        window=mark.params["window"],
-        softcap=mark.params["softcap"],
-        sinks=mark.params["sinks"],
+        window=decisions["window"],
+        softcap=decisions["softcap"],
+        sinks=decisions["sinks"],
         plan=plan,
     )
 
@@ -312,7 +318,7 @@ def _source(equation: Any) -> str | None:
     """The innermost line that is neither JAX's nor the library's."""
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in [] if traceback is None else traceback.frames:
-        if not frame.file_name.startswith((OWN_FOLDER, JAX_FOLDER, "<")):
+        if not frame.file_name.startswith((*OWN_FOLDERS, "<")):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name.split('.')[-1]})"
     return None
 

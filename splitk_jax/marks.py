@@ -1,10 +1,13 @@
-"""What a decode call leaves in a trace, so that `inspect` finds it there: its plan, and a name that texts keep.
+"""What a call leaves in a trace, so that `inspect` finds it there: a mark, and a name that texts keep.
 
-The mark is an identity on the queries, a primitive whose parameters are the static decisions. It costs nothing: it
-lowers to its operand.
+A mark is an identity on operands of the call, a primitive whose parameters are the static decisions. It costs nothing:
+it lowers to its operands. Names of ours end in a hash, so that nobody's function has one by chance.
 """
 
 import functools
+import hashlib
+import json
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +16,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from splitk_jax.plan import DecodePlan
+from splitk_jax.plan import DecodePlan, versions
 from splitk_jax.policy import INSPECTING
 
-DECODE = "splitk_decode"
-MERGE = "splitk_merge_states"
+DECODE_NAME = re.compile(r"splitk_decode_s(\d+)_(t\d+(?:x\d+)?)_([a-z]+)_([0-9a-f]{16})")
+MERGE_NAME = re.compile(r"splitk_merge_(\d+)_states_[0-9a-f]{16}")
 
 OBSERVERS: list[Callable[[DecodePlan], None]] = []
 """Told of each decode call that is traced."""
@@ -29,11 +32,12 @@ _inspected = jax.make_user_context(False)
 def inspecting() -> Generator[None]:
     """While a function is inspected no device is asked for.
 
-    What is traced meanwhile has not met the checks of the device that it runs on, so it has jit caches of its own.
+    What is traced meanwhile has not met the checks of the device that it runs on, so it is in no jit cache that others
+    use; nor does an inspection find an earlier trace, which may be of an equal plan that came from elsewhere.
     """
     token = INSPECTING.set(True)
     try:
-        with _inspected(True):
+        with _inspected(object()):
             yield
     finally:
         INSPECTING.reset(token)
@@ -62,9 +66,50 @@ def mark(q: jax.Array, *, plan: DecodePlan, window: int | None, softcap: float |
     return plan_p.bind(q, plan=plan, batch=batch, q_len=q_len, window=window, softcap=softcap, sinks=sinks)
 
 
-def call_name(plan: DecodePlan) -> str:
-    """The name of a decode call in lowered and compiled text: `splitk_decode_s33_mosaic_<fingerprint>`."""
-    return f"{DECODE}_s{plan.num_splits}_{plan.backend}_{plan.fingerprint()}"
+def _map_merge(args: Any, dims: Any, *, states: int, mapped: tuple[int, ...]) -> tuple[Any, Any]:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    return merge_p.bind(*args, states=states, mapped=(*mapped, size)), dims
+
+
+merge_p = Primitive("splitk_merge")
+merge_p.multiple_results = True
+merge_p.def_impl(lambda *operands, **decisions: operands)
+merge_p.def_abstract_eval(lambda *operands, **decisions: operands)
+mlir.register_lowering(merge_p, lambda ctx, *operands, **decisions: operands)
+batching.primitive_batchers[merge_p] = _map_merge
+# A merge has gradients; its linear part is no second merge.
+ad.primitive_jvps[merge_p] = lambda primals, tangents, **decisions: (merge_p.bind(*primals, **decisions), tangents)
+
+
+def mark_merge(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The states, with the merge's mark on them."""
+    marked = merge_p.bind(*outs, *lses, states=len(outs), mapped=())
+    return marked[: len(outs)], marked[len(outs) :]
+
+
+def call_name(plan: DecodePlan, tile: str) -> str:
+    """The name of a decode call in lowered and compiled text: `splitk_decode_s33_t256x3_mosaic_<fingerprint>`."""
+    return f"splitk_decode_s{plan.num_splits}_{tile}_{plan.backend}_{plan.fingerprint()}"
+
+
+def merge_name(states: int) -> str:
+    """The name of a merge in lowered and compiled text: `splitk_merge_2_states_<hash of the versions>`."""
+    tag = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode()).hexdigest()[:16]
+    return f"splitk_merge_{states}_states_{tag}"
+
+
+def kernel_names(num_splits: int, tile: str, backend: str) -> tuple[str, str]:
+    """The names of the split and the combine that such a call launches."""
+    family = "splitk_reference" if backend == "reference" else "splitk"
+    return f"{family}_split_s{num_splits}_{tile}", f"{family}_combine_s{num_splits}"
+
+
+def tile_name(plan: DecodePlan, q_len: int, token_scales: int) -> str:
+    """The tile of a call as names of kernels have it; `token_scales` of K and V have a scale a token."""
+    if plan.backend == "reference":
+        return f"t{plan.step_kv}"
+    launch = plan.packed(q_len).with_token_scales(token_scales)
+    return f"t{launch.step_kv}x{launch.stages}"
 
 
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

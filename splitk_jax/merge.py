@@ -1,12 +1,15 @@
 """Merging of attention states over disjoint KV: a shared prefix and its suffixes, or shards of a context."""
 
+import functools
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from splitk_jax import checks
+from splitk_jax import checks, marks
+from splitk_jax.policy import INSPECTING
 from splitk_jax.target import FLOAT_DTYPES
 
 
@@ -41,7 +44,7 @@ def merge_states(
         checks.require_dtype(f"outs[{i}]", out, outs[0].dtype.name)
         checks.require_shape(f"lses[{i}]", lse, outs[0].shape[:-1])
         checks.require_dtype(f"lses[{i}]", lse, "float32")
-    return _merge(outs, lses)
+    return _merge(len(outs))(outs, lses)
 
 
 def _states(name: str, states: jax.Array | Sequence[jax.Array]) -> list[jax.Array]:
@@ -54,7 +57,14 @@ def _states(name: str, states: jax.Array | Sequence[jax.Array]) -> list[jax.Arra
     return [checks.as_array(f"{name}[{i}]", x) for i, x in enumerate(each)]
 
 
-def splitk_merge_states(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+@functools.cache
+def _merge(states: int) -> Any:
+    """The jitted merge of so many states, under a name that says so."""
+    return jax.jit(marks.named(_marked, marks.merge_name(states)))
+
+
+def _marked(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    outs, lses = marks.mark_merge(outs, lses)
     # Behind barriers, what stands around the call can neither keep more precision than outs and lses have, nor fold
     # constants through the sums: eager and inside a larger jit give the same bits.
     outs, lses = jax.lax.optimization_barrier((outs, lses))
@@ -63,7 +73,8 @@ def splitk_merge_states(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[j
 
 
 def _kernel_serves(shape: tuple[int, ...]) -> bool:
-    if jax.__version_info__ < checks.MOSAIC_JAX or not checks.on_hopper():
+    # What is only inspected asks for no device, and looks the same either way.
+    if INSPECTING.get() or jax.__version_info__ < checks.MOSAIC_JAX or not checks.on_hopper():
         return False
     return import_module("splitk_jax.kernels.mosaic.merge").serves(shape)
 
@@ -108,6 +119,3 @@ def _fold(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.
     out = jnp.where(total[..., None] == 0, 0.0, merged / total[..., None])
     lse = jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))
     return out.astype(outs[0].dtype), lse
-
-
-_merge = jax.jit(splitk_merge_states)

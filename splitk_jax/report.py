@@ -21,11 +21,13 @@ def render(*parts: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def table(title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int = 1) -> Table:
-    """A table whose first `left` columns are text and whose others are figures, aligned right."""
+def table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: int = 1, whole: Sequence[str] = ()
+) -> Table:
+    """A table whose first `left` columns are text and whose others are figures, aligned right. `whole` do not fold."""
     result = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(header):
-        result.add_column(column, justify="left" if i < left else "right", overflow="fold")
+        result.add_column(column, justify="left" if i < left else "right", overflow="fold", no_wrap=column in whole)
     for row in rows:
         # Text, not str: "[policy] splits" is an origin, not markup.
         result.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))

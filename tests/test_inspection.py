@@ -116,6 +116,48 @@ CONSTRUCTS = {
 }
 
 
+def merge_three(x):
+    """Of f32[n, 4], as outs, and their first lanes as lses."""
+    return sk.merge_states([x, x + 1, x + 2], [x[..., 0]] * 3)[0]
+
+
+def merge_twice_mapped(x):
+    return jax.vmap(jax.vmap(merge_three, in_axes=1))(x[:, None, :, None] + jnp.zeros((1, 2, 4, 4)))
+
+
+MERGES = {
+    "jit": (jax.jit(merge_three), [((), 1)]),
+    "scan": (lambda x: jax.lax.scan(lambda c, _: (merge_three(c), None), x, length=5), [(("scan of 5",), 5)]),
+    "while": (
+        lambda x: jax.lax.while_loop(lambda c: merge_three(c).sum() < 0, lambda c: c + 1, x),
+        [(("condition of while",), None)],
+    ),
+    "cond": (lambda x: jax.lax.cond(x[0, 0] > 0, merge_three, lambda c: c, x), [(("branch 1 of cond",), None)]),
+    "vmap": (jax.vmap(merge_three), [(("vmap of 7",), 1)]),
+    "vmap-of-outs": (
+        lambda x: jax.vmap(lambda out: sk.merge_states([out] * 3, [x[:, 0]] * 3))(x[None] + jnp.zeros((5, 1, 1))),
+        [(("vmap of 5",), 1)],
+    ),
+    "vmap-in-vmap": (merge_twice_mapped, [(("vmap of 7", "vmap of 4"), 1)]),
+    "jvp": (lambda x: jax.jvp(merge_three, (x,), (x,)), [((), 1)]),
+    "grad": (jax.grad(lambda x: merge_three(x).sum()), [((), 1)]),
+    "grad-of-vmap-in-scan": (
+        jax.grad(lambda x: jax.lax.scan(lambda c, _: (jax.vmap(merge_three)(c), None), x, length=5)[0].sum()),
+        [(("scan of 5", "vmap of 7"), 5)],
+    ),
+}
+
+
+@jax.jit
+def splitk_decode_of_mine(x):
+    return x
+
+
+@jax.jit
+def splitk_merge_states(x, y):
+    return x + y
+
+
 class TestConstructs:
     @pytest.mark.parametrize("name", CONSTRUCTS)
     def test_every_call_is_found(self, name):
@@ -163,6 +205,14 @@ class TestConstructs:
         assert "(cascade)" in str(merge.source)
         assert merge.states == 2
 
+    @pytest.mark.parametrize("name", MERGES)
+    def test_merges_in_constructs(self, name):
+        """The states of each are its own, whatever a transformation has added to its operands."""
+        fn, expected = MERGES[name]
+        x = jax.ShapeDtypeStruct((7, 4), jnp.float32)
+        found = [(call.kind, call.states, call.where, call.times) for call in sk.inspect(fn, x)]
+        assert found == [("merge", 3, *each) for each in expected]
+
     def test_options_that_are_static(self):
         (call,) = sk.inspect(functools.partial(decode, window=9, softcap=2.0), *arguments())
         assert (call.window, call.softcap, call.sinks) == (9, 2.0, False)
@@ -185,6 +235,22 @@ class TestConstructs:
         assert "no call" in str(sk.inspect(lambda: None))
 
 
+def shown_by(how, plan, first):
+    if how == "beside":  # an equal plan in the same function
+        return sk.inspect(lambda *arrays: decode(*arrays, plan=first) + decode(*arrays, plan=plan), *arguments())
+    if how == "static":
+        return sk.inspect(STATIC, *arguments(), plan=plan)
+    step = functools.partial(decode, plan=plan)
+    return (
+        sk.inspect(jax.jit(step).trace(*arguments()))
+        if how == "trace"
+        else sk.inspect(step if how == "function" else jax.jit(step), *arguments())
+    )
+
+
+STATIC = jax.jit(decode, static_argnames="plan")
+
+
 class TestWhatItIsReadFrom:
     def test_another_plan_shows(self):
         """In the inspection and in what is lowered, both."""
@@ -197,7 +263,7 @@ class TestWhatItIsReadFrom:
             assert {f"_s{plan.num_splits}" in name for name, _ in found.kernels} == {True}
             for name, _ in found.kernels:
                 assert re.search(rf"\b{name}\b", text)
-            assert f"splitk_decode_s{plan.num_splits}_reference_{plan.fingerprint()}" in text
+            assert f"splitk_decode_s{plan.num_splits}_t{plan.step_kv}_reference_{plan.fingerprint()}" in text
 
     def test_nothing_is_compiled_or_run(self, monkeypatch):
         import jax._src.compiler as compiler
@@ -265,6 +331,39 @@ class TestWhatItIsReadFrom:
         (call,) = sk.inspect(step, arguments(), {"plan": OTHER, "name": "x"})
         assert call.plan == OTHER
 
+    @pytest.mark.parametrize("stage", ["traced", "lowered", "compiled"])
+    def test_functions_with_names_like_ours(self, stage):
+        def step(q, *cache):
+            x = splitk_merge_states(splitk_decode_of_mine(q), q)
+            return x, sk.merge_states([decode(x, *cache), x], [x[..., 0]] * 2)
+
+        traced = jax.jit(step).trace(*arguments())
+        made = {"traced": lambda: traced, "lowered": traced.lower, "compiled": lambda: traced.lower().compile()}[
+            stage
+        ]()
+        assert [(call.kind, call.states) for call in sk.inspect(made)] == [("decode", None), ("merge", 2)]
+
+    @pytest.mark.parametrize("how", ["function", "jit", "trace", "static", "beside"])
+    def test_what_is_shown_is_the_plan_of_the_call(self, how):
+        """Equal plans share what runs; a plan says of itself where it came from, which equality leaves out."""
+        first = make_plan(splits=2, min_kv_per_split=16)
+        second = make_plan(splits="auto", target_waves=4, min_kv_per_split=16)
+        shown = [call.plan.policy.rule for plan in (first, second) for call in shown_by(how, plan, first)]
+        assert first == second
+        assert shown == (["pinned"] * 2 + ["pinned", "auto"] if how == "beside" else ["pinned", "auto"])
+
+    def test_a_text_keeps_tiles_apart(self):
+        """Of two plans with as many splits each has its own kernels, and not those whose names begin alike."""
+        tiles = [sk.Tile(heads_per_cta=64, block_kv=16, step_kv=step) for step in (16, 160)]
+        policies = [sk.Policy(sm_count=1, splits=3, min_kv_per_split=16, tiles=(tile,)) for tile in tiles]
+        plans = [policy.plan(**HEADS, q_dtype="float32", kv_dtype="float32") for policy in policies]
+        lowered = jax.jit(lambda *arrays: sum(decode(*arrays, plan=plan) for plan in plans)).lower(*arguments())
+        names = {call.fingerprint: {name for name, _ in call.kernels} for call in sk.inspect(lowered)}
+        assert names == {
+            plan.fingerprint(): {f"splitk_reference_split_s3_t{plan.step_kv}", "splitk_reference_combine_s3"}
+            for plan in plans
+        }
+
     def test_a_text_keeps_plans_apart(self):
         def two(*arrays):
             return decode(*arrays) + decode(*arrays, plan=OTHER)
@@ -298,6 +397,24 @@ class TestWhatItIsReadFrom:
     def test_refuses_what_is_no_function(self):
         with pytest.raises(TypeError, match=r"fn must be a function.*got builtins\.int"):
             sk.inspect(3)
+
+    def test_a_module_beside_the_package_is_the_users(self):
+        path = f"{Path(sk.__file__).parent}_models/model.py"
+        scope = {"decode": sk.paged_decode_attention, "plan": PLAN}
+        exec(compile("def step(*arrays):\n    return decode(*arrays, plan=plan)", path, "exec"), scope)
+        assert sk.inspect(scope["step"], *arguments())[0].source == f"{path}:2 (step)"
+
+    def test_a_table_keeps_fingerprints_whole(self):
+        (call,) = sk.inspect(decode, *arguments())
+        long = {"source": f"/model.py:93 ({'a_long_name_' * 9})", "where": ("shard_map", "scan of 126", "remat") * 3}
+        call = dataclasses.replace(call, window=100_000, softcap=0.123456789, sinks=True, **long)
+        lines = str(sk.Inspection((call,))).splitlines()
+        assert sum(line.endswith(f" {PLAN.fingerprint()}") for line in lines) == 1
+
+    def test_a_call_without_a_line_is_counted(self):
+        (call,) = sk.inspect(decode, *arguments())
+        text = str(sk.Inspection((dataclasses.replace(call, source=None),) * 2))
+        assert re.search(r"^ 2 +decode +- ", text, flags=re.MULTILINE)
 
     def test_prints_and_reports(self):
         found = sk.inspect(scanned, *arguments())
