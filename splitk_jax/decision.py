@@ -31,19 +31,21 @@ MOST_SPLITS = 4096
 
 
 def changes(plan: "DecodePlan") -> list[dict[str, Any]]:
-    """The next values of SM count, KV heads (of the same group) and waves at which the split count moves.
+    """The next values of SM count, KV heads (of the same group), query heads (of the same KV heads) and waves at which
+    the split count moves.
 
     Returns:
       {setting, value, num_splits} each, the nearest below and above; none of a setting that nothing moves with.
     """
     policy, found = plan.policy, []
     settings = (
-        ("sm_count", policy.sm_count, MOST_SMS),
-        ("num_kv_heads", plan.num_kv_heads, MOST_HEADS),
-        ("target_waves", policy.target_waves, MOST_WAVES),
+        ("sm_count", policy.sm_count, 1, MOST_SMS),
+        ("num_kv_heads", plan.num_kv_heads, 1, MOST_HEADS),
+        ("num_q_heads", plan.num_q_heads, plan.num_kv_heads, MOST_HEADS * plan.num_kv_heads),
+        ("target_waves", policy.target_waves, 1, MOST_WAVES),
     )
-    for setting, now, most in settings:
-        for values in (range(now - 1, 0, -1), range(now + 1, most + 1)):
+    for setting, now, step, most in settings:
+        for values in (range(now - step, 0, -step), range(now + step, most + 1, step)):
             moved = next(_counts(plan, setting, values), None)
             if moved is not None:
                 found.append({"setting": setting, "value": moved[0], "num_splits": moved[1]})
@@ -55,7 +57,9 @@ def _counts(plan: "DecodePlan", setting: str, values: range) -> Iterator[tuple[i
     for value in values:
         shape: dict[str, int] = {}
         policy = plan.policy
-        if setting == "num_kv_heads":
+        if setting == "num_q_heads":
+            shape = {"num_q_heads": value}
+        elif setting == "num_kv_heads":
             shape = {"num_q_heads": value * plan.group, "num_kv_heads": value}
         elif setting == "sm_count":
             # `target_ctas` is the SM count where nobody stated another.
@@ -63,7 +67,10 @@ def _counts(plan: "DecodePlan", setting: str, values: range) -> Iterator[tuple[i
             policy = replace(policy, sm_count=value, **own)
         else:
             policy = replace(policy, target_waves=value)
-        count = _count(plan, policy, **shape)
+        try:
+            count = _count(plan, policy, **shape)
+        except (ValueError, NotImplementedError):
+            continue  # a group that this backend does not serve
         if count != plan.num_splits:
             yield value, count
 

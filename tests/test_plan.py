@@ -444,8 +444,20 @@ class TestDecision:
             ("sm_count", 136): 34,
             ("num_kv_heads", 7): 18,
             ("num_kv_heads", 9): 14,
+            ("num_q_heads", 136): 16,
             ("target_waves", 2): 66,
         }
+
+    @pytest.mark.parametrize(
+        ("target", "splits", "moves"),
+        [("h200", 132, {66: 66}), ("gb10", 24, {48: 32, 65: 20})],  # h200: mosaic serves no group of 65
+    )
+    def test_query_heads_of_one_kv_head(self, target, splits, moves):
+        plan = sk.load_policy(target, environ={}).plan(**SHAPE | {"num_q_heads": 64, "num_kv_heads": 1})
+        assert plan.num_splits == splits
+        changes = plan.report()["changes"]
+        assert {c["value"]: c["num_splits"] for c in changes if c["setting"] == "num_q_heads"} == moves
+        assert "num_q_heads" in plan.explain()
 
     @pytest.mark.parametrize("splits", ["auto", "balanced", "legacy", "adaptive", "fixed_size", 7])
     def test_each_move_is_the_nearest(self, splits):
@@ -453,18 +465,20 @@ class TestDecision:
         policy = plan.policy
         for change in plan.report()["changes"]:
             setting, value = change["setting"], change["value"]
-            now = {"sm_count": 132, "num_kv_heads": 8, "target_waves": 1}[setting]
+            now = {"sm_count": 132, "num_kv_heads": 8, "num_q_heads": 32, "target_waves": 1}[setting]
 
             def count(at, setting=setting):
                 if setting == "num_kv_heads":
                     shape, other = {"num_q_heads": 4 * at, "num_kv_heads": at}, policy
+                elif setting == "num_q_heads":
+                    shape, other = {"num_q_heads": at}, policy
                 else:
                     own = {"target_ctas": at} if setting == "sm_count" else {}
                     shape, other = {}, dataclasses.replace(policy, **{setting: at}, **own)
                 return other.plan(**SHAPE | shape, max_seq_len=8192).num_splits
 
             assert count(value) == change["num_splits"] != plan.num_splits
-            step = 1 if value > now else -1
+            step = (8 if setting == "num_q_heads" else 1) * (1 if value > now else -1)
             assert {count(at) for at in range(now, value, step)} == {plan.num_splits}
 
     def test_nothing_moves_a_pinned_count(self):
