@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:  # a plan reports its decision
     from splitk_jax.plan import DecodePlan
     from splitk_jax.policy import Policy
@@ -99,13 +101,27 @@ def warnings(plan: "DecodePlan") -> list[str]:
         more = _count(plan, replace(policy, max_splits=MOST_SPLITS))
         if more > plan.num_splits:
             found.append(f"max_splits={policy.max_splits} binds: the rule asks for {more} splits")
-    ctas = plan.num_splits * plan.ctas
+    active = most_active(plan)
+    ctas = active * plan.ctas
     if ctas < policy.sm_count:
         idle = policy.sm_count - ctas
-        found.append(f"one sequence fills less than a wave: {ctas} CTAs on {policy.sm_count} SMs, {idle} are idle")
+        of_all = f": up to {plan.max_seq_len} tokens use at most {active} of {plan.num_splits} splits"
+        why = of_all if active < plan.num_splits else ""
+        found.append(f"one sequence fills less than a wave: {ctas} CTAs on {policy.sm_count} SMs, {idle} are idle{why}")
     if not plan.batch_invariant:
         found.append("not batch-invariant: a sequence's bits move with the batch bucket that it is traced for")
     return found
+
+
+def most_active(plan: "DecodePlan") -> int:
+    """The most splits that a sequence uses which is no longer than the plan was made for."""
+    longest = plan.max_tokens if plan.max_seq_len is None else min(plan.max_seq_len, plan.max_tokens)
+    if plan.split_size is None:
+        longest = min(longest, plan.num_splits * plan.min_kv_per_split)
+    # Rounding spans up to blocks can cost a longer sequence splits, so the last step up is looked at whole.
+    first = max(longest - longest % plan.min_kv_per_split, 1)
+    edges = plan.edges(np.append(np.arange(first, longest, plan.block_kv), longest))
+    return int((edges.stop - edges.first).max())
 
 
 def _count(plan: "DecodePlan", policy: "Policy", **changed: int) -> int:

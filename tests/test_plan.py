@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import splitk_jax as sk
+from splitk_jax.decision import most_active
 from splitk_jax.plan import MAX_TOKENS, split_edges
 
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_decode_seqs": 64}
@@ -491,6 +492,10 @@ class TestDecision:
         [
             ({"splits": "off"}, {}, "less than a wave: 4 CTAs on 132 SMs, 128 are idle"),
             ({"splits": 200}, {}, None),
+            ({}, {"max_seq_len": 256}, "8 CTAs on 132 SMs, 124 are idle: up to 256 tokens use at most 2 of 33 splits"),
+            ({}, {"max_seq_len": 1}, "4 CTAs on 132 SMs, 128 are idle: up to 1 tokens use at most 1 of 33 splits"),
+            ({}, {"max_seq_len": 8192}, None),  # there, rounding leaves 32 of the 33 splits that 4096 tokens use
+            ({"splits": "fixed_size"}, {"max_seq_len": 8192}, "64 CTAs on 132 SMs, 68 are idle"),
             ({"target_waves": 9}, {}, "max_splits=132 binds: the rule asks for 297 splits"),
             ({"splits": "adaptive"}, {"max_seq_len": 8192}, "not batch-invariant"),
             ({}, {}, None),
@@ -503,7 +508,15 @@ class TestDecision:
             assert not [w for w in warnings if "binds" not in w]
         else:
             assert match in " ".join(warnings)
-            assert f"warning: {warnings[0]}" in plan.explain()
+            assert f"warning: {warnings[0]}" in " ".join(plan.explain().split())
+
+    @pytest.mark.parametrize("splits", ["auto", "fixed_size", 7])
+    def test_the_most_splits_that_are_active(self, splits):
+        policy = sk.load_policy("h200", environ={}, splits=splits, min_kv_per_split=192, split_size=192)
+        for longest in (1, 64, 191, 192, 193, 700, 1345, 9000):
+            plan = policy.plan(**SHAPE, max_seq_len=longest)
+            edges = plan.edges(np.arange(1, longest + 1))
+            assert most_active(plan) == (edges.stop - edges.first).max()
 
     def test_another_sm_count_than_the_targets(self):
         policy = dataclasses.replace(sk.load_policy("h200", environ={}), sm_count=16)
