@@ -97,6 +97,11 @@ def warnings(plan: "DecodePlan") -> list[str]:
         found.append(
             f"{policy.sm_count} SMs are not the {target.sm_count} of {target.name}: a MIG slice, or another part?"
         )
+    elif target is not None and target.whole_sm_count is not None:
+        found.append(
+            f"{target.name} is a slice of {target.hardware_name}, {target.sm_count} of its {target.whole_sm_count} SMs:"
+            " counts hold on that slice only, and times only where hbm_gb_per_s is its own"
+        )
     if policy.rule != "fixed_size" and plan.num_splits == policy.max_splits:
         more = _count(plan, replace(policy, max_splits=MOST_SPLITS))
         if more > plan.num_splits:

@@ -248,6 +248,8 @@ class Target:
       settings: (key, value) of `[policy]` and of `kernel.backend`, only the keys that are stated.
       tiles: the `[[kernel.tile]]` rows in order.
       origins: (key, file and key) for each setting; takes no part in equality.
+      whole_sm_count: SMs of the whole part, where the file declares a slice of it: a base's `name` with fewer SMs; else
+        None.
     """
 
     name: str
@@ -263,6 +265,7 @@ class Target:
     settings: tuple[tuple[str, Any], ...]
     tiles: tuple[Tile, ...]
     origins: tuple[tuple[str, str], ...] = field(compare=False, repr=False)
+    whole_sm_count: int | None = None
 
     def __post_init__(self) -> None:
         for key, spec in HARDWARE_KEYS.items():
@@ -428,13 +431,14 @@ def _read_target(name: str, entry: Path | Traversable) -> Target:
     source = f"configs/{entry.name}" if packaged else str(entry)
     tables = _read_tables(source, entry)
     origins = {f"{table}.{key}": f"{source} [{table}] {key}" for table, keys in tables.items() for key in keys}
-    base = tables.pop("base", {}).get("base")
+    base, whole = tables.pop("base", {}).get("base"), None
     if base is not None:
         if packaged:
             raise ConfigError(f"{source}: base={base!r} is not valid: a packaged target stands alone")
         inherited, inherited_origins = _read_base(source, base)
         tables = {table: inherited[table] | tables[table] for table in tables}
         origins = inherited_origins | origins
+        whole = inherited["hardware"]
     for table, keys in SECTIONS.items():
         missing = [key for key, spec in keys.items() if spec.required and key not in tables[table]]
         if missing:
@@ -445,6 +449,7 @@ def _read_target(name: str, entry: Path | Traversable) -> Target:
     if not tiles:
         raise ConfigError(f"{source}: [[kernel.tile]] is missing: state at least one row")
     hardware = tables["hardware"]
+    is_slice = whole and hardware["name"] == whole["name"] and hardware["sm_count"] < whole["sm_count"]
     return Target(
         name=name,
         source=source,
@@ -459,6 +464,7 @@ def _read_target(name: str, entry: Path | Traversable) -> Target:
         settings=tuple((tables["policy"] | tables["kernel"]).items()),
         tiles=tiles,
         origins=tuple((key.partition(".")[2], origin) for key, origin in origins.items()),
+        whole_sm_count=whole["sm_count"] if whole and is_slice else None,
     )
 
 

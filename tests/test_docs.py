@@ -13,6 +13,7 @@ import splitk_jax as sk
 from splitk_jax.cli import main
 from splitk_jax.target import BACKENDS, ENV_NAMES, HARDWARE_KEYS, KERNEL_KEYS, POLICY_KEYS, SPLITS_ALIAS, TILE_KEYS
 
+SHAPE = "--q-heads 32 --kv-heads 8 --head-dim 128 --page-size 16 --max-decode-seqs 4".split()
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONFIGS = (ROOT / "configs" / "README.md").read_text()
@@ -113,12 +114,19 @@ def test_target_table_has_the_files_numbers(name):
 
 
 def test_the_users_target_of_the_document_loads(tmp_path):
-    (text,) = blocks(CONFIGS, "toml")
+    text, mig = blocks(CONFIGS, "toml")
     path = tmp_path / "a100_40gb.toml"
     path.write_text(text)
     policy = sk.load_policy(str(path), environ={})
     assert policy.target.hbm_gb_per_s == 1555
     assert policy.sm_count == 108
+    path = tmp_path / "h200_3g.toml"
+    path.write_text(mig)
+    done = CliRunner().invoke(main, ["explain", "--target", str(path), *SHAPE])
+    assert "warning: h200_3g is a slice of NVIDIA H200, 60 of its 132 SMs" in done.output
+    # Another part of the same base is no slice.
+    path.write_text(mig.replace("[hardware]", '[hardware]\nname = "NVIDIA GH200"'))
+    assert "slice" not in CliRunner().invoke(main, ["explain", "--target", str(path), *SHAPE]).output
 
 
 def test_every_backend_has_a_folder_and_a_row():
