@@ -5,20 +5,24 @@ But for `bench` a named target wants no device.
 
 import importlib
 import importlib.util
+import inspect as python_inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import click
 import jax
+import jax.numpy as jnp
 
 from splitk_jax import peers, report
 from splitk_jax.bench import Options, Run, document, head, plot, require_plot, tables
-from splitk_jax.inspection import Inspection
+from splitk_jax.inspection import Inspection, users_line
 from splitk_jax.inspection import inspect as find
 from splitk_jax.marks import inspecting
 from splitk_jax.pictures import plot_plan
@@ -190,7 +194,18 @@ def explain(
     plan: DecodePlan = load_policy(target, **overrides).plan(**shape)
     click.echo(json.dumps(plan.report(**call), indent=2) if as_json else plan.explain(**call))
     if plot_path is not None:
-        plot_plan(plan, plot_path)
+        with _written(plot_path):
+            plot_plan(plan, plot_path)
+
+
+@contextmanager
+def _written(plot_path: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise ValueError(
+            f"--plot={plot_path!r} cannot be written: {e.strerror}; name a file in a folder of yours"
+        ) from e
 
 
 def compared(plans: dict[str, DecodePlan], **call: Any) -> str:
@@ -251,19 +266,56 @@ def inspect(function: str, specs: str | None, as_json: bool) -> None:
 
 def _found(function: str, specs: str | None) -> Inspection:
     fn: Any = _import_function(function)
-    if specs is None:
-        made = fn()
-        inspected = (
-            isinstance(made, tuple) and len(made) in (2, 3) and (callable(made[0]) or hasattr(made[0], "as_text"))
+    if specs is not None:
+        structs = parse_specs(specs)
+        with _users_code():
+            return find(fn, *structs)
+    if parameters := _required_parameters(fn):
+        raise ValueError(
+            f"{function} has parameters ({', '.join(parameters)}): give their shapes with --args, such as --args"
+            " 'bf16[4,32,128] i32[4]', or name a function without any that returns (function, args)"
         )
-        if not inspected:
-            raise ValueError(
-                f"{function} was called without arguments and returned {type(made).__name__}: accepted is (function,"
-                " args) or (function, args, kwargs); or give the shapes of its own arguments with --args"
-            )
-        fn, args, *rest = made
-        return find(fn, *args, **(rest[0] if rest else {}))
-    return find(fn, *parse_specs(specs))
+    with _users_code():
+        made = fn()
+    parts = made if isinstance(made, tuple) and len(made) in (2, 3) else (None, None)
+    fn, args, kwargs = (*parts, {})[:3]
+    inspected = callable(fn) or hasattr(fn, "as_text")
+    if not (inspected and isinstance(args, tuple | list) and isinstance(kwargs, dict)):
+        got = type(made).__name__
+        if isinstance(made, tuple):
+            got += f" of ({', '.join(type(part).__name__ for part in made)})"
+        raise ValueError(
+            f"{function} was called without arguments and returned {got}: accepted is (function, args) or (function,"
+            " args, kwargs), args a tuple and kwargs a dict; or give the shapes of its own arguments with --args"
+        )
+    with _users_code():
+        return find(fn, *args, **kwargs)
+
+
+def _required_parameters(fn: Callable[..., Any]) -> list[str]:
+    """Those without a default; none of a callable that does not say."""
+    try:
+        parameters = python_inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variadic = (python_inspect.Parameter.VAR_POSITIONAL, python_inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+
+
+@contextmanager
+def _users_code(*before: str) -> Generator[None]:
+    """What the inspected program raises is told in a line, with the place in it."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        message = next(iter(str(e).strip().splitlines()), "")
+        line = users_line((frame.f_code.co_filename, n, frame.f_code.co_name) for frame, n in _frames(e))
+        raise ValueError(": ".join(part for part in (*before, line, type(e).__name__, message) if part)) from e
+
+
+def _frames(error: BaseException) -> list[tuple[Any, int]]:
+    """The frames of an error, the innermost first."""
+    return [*walk_tb(error.__traceback__)][::-1]
 
 
 def parse_specs(text: str) -> list[Any]:
@@ -277,12 +329,18 @@ def parse_specs(text: str) -> list[Any]:
                 " int32[4]"
             )
         try:
-            dtype = jax.numpy.dtype(SHORT_DTYPES.get(match[1], match[1]))
+            dtype = jnp.dtype(SHORT_DTYPES.get(match[1], match[1]))
+            if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.number):
+                raise TypeError  # numpy's own, such as str
         except TypeError:
             raise ValueError(
                 f"--args: {match[1]!r} is no dtype: accepted are JAX's names, such as float8_e4m3fn, and"
                 f" {', '.join(SHORT_DTYPES)}"
             ) from None
+        if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+            raise ValueError(
+                f"--args: {match[1]!r} would be narrowed to {narrowed.name}: ask for that, or set JAX_ENABLE_X64=1"
+            )
         structs.append(jax.ShapeDtypeStruct(tuple(map(int, match[2].split(","))) if match[2].strip() else (), dtype))
         rest = rest[match.end() :]
     return structs
@@ -290,25 +348,26 @@ def parse_specs(text: str) -> list[Any]:
 
 def _import_function(text: str) -> Callable[..., Any]:
     where, _, name = text.partition(":")
-    try:
-        if where.endswith(".py"):
-            path = Path(where)
-            if not path.is_file():
-                raise ValueError(f"{where!r} is not a file")
-            # As when Python runs the file: what lies beside it can be imported.
-            sys.path.insert(0, str(path.parent.resolve()))
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None
-            assert spec.loader is not None  # a .py file has both
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
+    if not where or (where.startswith(".") and not where.endswith(".py")):
+        raise ValueError(f"{text!r} names no module: accepted is module:function or file.py:function")
+    path, of_import = Path(where), f"{where!r} cannot be imported"
+    if where.endswith(".py"):
+        if not path.is_file():
+            raise ValueError(f"{where!r} is not a file")
+        # As when Python runs the file: what lies beside it can be imported.
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None  # a .py file has both
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        with _users_code(of_import):
             spec.loader.exec_module(module)
-            name = name or INSPECTED
-        else:
-            sys.path.insert(0, "")
+        name = name or INSPECTED
+    else:
+        sys.path.insert(0, "")
+        with _users_code(of_import):
             module = importlib.import_module(where)
-    except ImportError as e:
-        raise ValueError(f"{where!r} cannot be imported: {e}") from e
     if not name:
         raise ValueError(f"{text!r} names no function: accepted is module:function or file.py:function")
     fn: Any = module
@@ -360,7 +419,8 @@ def bench(**options: Any) -> None:
         raise RuntimeError("the benchmark failed") from e
     click.echo(json.dumps(document(run), indent=2) if json_only else tables(run))
     if run.options.plot_path is not None:
-        plot(run, run.options.plot_path)
+        with _written(run.options.plot_path):
+            plot(run, run.options.plot_path)
     if not_right := run.not_right():
         raise click.ClickException(f"splitk_jax is not right: {'; '.join(not_right)}")
 

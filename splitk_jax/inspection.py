@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -317,9 +317,15 @@ def _bodies(primitive: str, params: dict[str, Any]) -> Iterator[tuple[str | None
 def _source(equation: Any) -> str | None:
     """The innermost line that is neither JAX's nor the library's."""
     traceback = getattr(equation.source_info, "traceback", None)
-    for frame in [] if traceback is None else traceback.frames:
-        if not frame.file_name.startswith((*OWN_FOLDERS, "<")):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name.split('.')[-1]})"
+    frames = [] if traceback is None else traceback.frames
+    return users_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
+
+
+def users_line(frames: Iterable[tuple[str, int, str]]) -> str | None:
+    """The first of (file, line, function) that is neither JAX's nor the library's, as `path:line (function)`."""
+    for path, line, function in frames:
+        if not path.startswith((*OWN_FOLDERS, "<")):
+            return f"{path}:{line} ({function.split('.')[-1]})"
     return None
 
 

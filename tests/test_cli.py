@@ -167,5 +167,9 @@ def test_explain_draws(tmp_path):
     for rule in ("adaptive", "fixed_size", "off"):
         options = ["--target", "h200", "--splits", rule, "--max-seq-len", "100", "--plot", str(path)]
         assert run("explain", *shape, *options).exit_code == 0
-    for wrong in (tmp_path / "plan.svg", tmp_path / "none" / "plan.png"):
-        assert run(*EXPLAIN, "--plot", str(wrong)).exit_code == 2
+    (tmp_path / "folder.png").mkdir()
+    for wrong in (tmp_path / "plan.svg", tmp_path / "none" / "plan.png", tmp_path / "folder.png"):
+        done = run(*EXPLAIN, "--plot", str(wrong))
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"Error: --plot={str(wrong)!r}")
+        assert len(done.stderr.strip().splitlines()) == 1

@@ -558,6 +558,25 @@ def of_nothing():
     return decode, arguments()
 
 
+def of_an_array():
+    return decode, 3
+
+
+def of_a_mistake():
+    def step(x):
+        return x + {}["no such layer"]
+
+    return step, arguments()[:1]
+
+
+def of_another_target():
+    sk.load_policy("h300")
+
+
+def that_leaves():
+    raise SystemExit(3)
+
+
 def for_a_named_target():
     """As a program has it, that is made for the machine that it runs on."""
     plan = sk.load_policy(backend="reference").plan(**HEADS, q_dtype="float32", kv_dtype="float32")
@@ -604,6 +623,18 @@ class TestCommand:
             (["json"], "'json' names no function"),
             ([HERE], "splitk_inspect is taken"),
             (["builtins:dict"], "returned dict: accepted is (function, args)"),
+            ([f"{HERE}:scanned"], "scanned has parameters (q): give their shapes with --args"),
+            ([f"{HERE}:of_an_array"], "returned tuple of (function, int): accepted is (function, args)"),
+            ([f"{HERE}:of_a_mistake"], " (step): KeyError: 'no such layer'"),
+            ([f"{HERE}:of_another_target"], " (of_another_target): ConfigError: target 'h300' is not known"),
+            ([f"{HERE}:that_leaves"], " (that_leaves): SystemExit: 3"),
+            ([f"{HERE}:that_leaves", "--args", "f32[]"], "TypeError: that_leaves() takes 0 positional arguments"),
+            ([":f"], "':f' names no module"),
+            ([""], "'' names no module"),
+            ([".f:g"], "'.f:g' names no module"),
+            (["jax.numpy:sin", "--args", "str[3]"], "'str' is no dtype: accepted are JAX's names"),
+            (["jax.numpy:sin", "--args", "object[3]"], "'object' is no dtype: accepted are JAX's names"),
+            (["jax.numpy:sin", "--args", "float64[3]"], "'float64' would be narrowed to float32"),
             (["jax.numpy:sin", "--args", "f32[3"], "'f32[3' does not begin with an array"),
             (["jax.numpy:sin", "--args", "f32[3] f33[3]"], "'f33' is no dtype: accepted are JAX's names"),
         ],
@@ -611,4 +642,17 @@ class TestCommand:
     def test_what_is_refused(self, args, message):
         done = self.run(*args)
         assert done.exit_code == 2
-        assert message in " ".join(done.output.split())
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert message in done.stderr
+
+    def test_a_module_that_fails_is_told_by_its_line(self, tmp_path):
+        path = tmp_path / "broken_model.py"
+        for text, message in (
+            ("import json\n\nimport no_such_module", f"{path}:3 (<module>): ModuleNotFoundError: No module named"),
+            ("def f(:", "SyntaxError: invalid syntax (broken_model.py, line 1)"),
+        ):
+            path.write_text(text)
+            done = self.run(str(path))
+            assert done.exit_code == 2
+            assert done.stderr.startswith(f"Error: {str(path)!r} cannot be imported: {message}")
+            assert len(done.stderr.strip().splitlines()) == 1
