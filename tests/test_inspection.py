@@ -50,8 +50,8 @@ def decode(*arrays, plan=PLAN, **options):
     return sk.paged_decode_attention(*arrays, plan=plan, **options)
 
 
-def scanned(q, *rest):
-    return jax.lax.scan(lambda x, _: (decode(x, *rest), None), q, None, length=5)[0]
+def scanned(q, *rest, plan=PLAN):
+    return jax.lax.scan(lambda x, _: (decode(x, *rest, plan=plan), None), q, None, length=5)[0]
 
 
 def scanned_twice(q, *rest):
@@ -76,6 +76,26 @@ def sharded(q, *rest):
     return jax.shard_map(decode, mesh=mesh, in_specs=specs, out_specs=by_head)(q, *rest)
 
 
+def in_condition(q, *rest):
+    return jax.lax.while_loop(lambda x: decode(x, *rest).sum() < 0, lambda x: x + 1, q)
+
+
+def switched(q, *rest):
+    return jax.lax.switch(
+        rest[-1][0], [lambda: q, lambda: decode(q, *rest), lambda: decode(q, *rest, plan=OTHER), lambda: q * 2]
+    )
+
+
+def mixed(q, *rest):
+    """A scan in a branch in a shard_map in a jit."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("heads",))
+
+    def shard(q, *rest):
+        return jax.lax.cond(rest[-1][0] > 3, scanned, lambda q, *_: q, q, *rest)
+
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()))(q, *rest)
+
+
 def rematerialised(*arrays):
     return jax.checkpoint(decode)(*arrays)
 
@@ -88,6 +108,19 @@ def custom(*arrays):
 @custom.defjvp
 def custom_jvp(primals, tangents):
     return custom(*primals), tangents[0]
+
+
+@jax.custom_vjp
+def custom_backward(*arrays):
+    return decode(*arrays)
+
+
+custom_backward.defvjp(lambda *arrays: (decode(*arrays, plan=OTHER), None), lambda _, g: (g, None, None, None, None))
+
+
+def with_a_gradient(q, *rest):
+    """The forward rule's call, in a scan that is differentiated."""
+    return jax.grad(lambda q: jax.lax.scan(lambda x, _: (custom_backward(x, *rest), None), q, length=5)[0].sum())(q)
 
 
 def of_layers(*arrays):
@@ -110,6 +143,11 @@ CONSTRUCTS = {
             (("branch 1 of cond",), None),
         ],
     ),
+    "while-condition": (in_condition, [(("condition of while",), None)]),
+    "switch": (switched, [(("branch 1 of cond",), None), (("branch 2 of cond",), None)]),
+    "scan-in-cond-in-shard-map": (mixed, [(("shard_map", "branch 1 of cond", "scan of 5"), None)]),
+    "custom-vjp": (custom_backward, [((), 1)]),
+    "grad-of-custom-vjp": (with_a_gradient, [(("scan of 5",), 5)]),
     "remat": (rematerialised, [(("remat",), 1)]),
     "custom-jvp": (custom, [((), 1)]),
     "shard-map": (sharded, [(("shard_map",), 1)]),
@@ -265,7 +303,8 @@ class TestWhatItIsReadFrom:
                 assert re.search(rf"\b{name}\b", text)
             assert f"splitk_decode_s{plan.num_splits}_t{plan.step_kv}_reference_{plan.fingerprint()}" in text
 
-    def test_nothing_is_compiled_or_run(self, monkeypatch):
+    @pytest.mark.parametrize("jitted", [False, True], ids=["function", "jit"])
+    def test_nothing_is_compiled_or_run(self, monkeypatch, jitted):
         import jax._src.compiler as compiler
 
         def refuse(*args, **kwargs):
@@ -274,7 +313,11 @@ class TestWhatItIsReadFrom:
         monkeypatch.setattr(compiler, "backend_compile_and_load", refuse, raising=False)
         monkeypatch.setattr(compiler, "compile_or_get_cached", refuse)
         plan = make_plan(splits=5, min_kv_per_split=16)
-        assert sk.inspect(functools.partial(decode, plan=plan), *arguments())[0].plan == plan
+        step = functools.partial(scanned, plan=plan)
+        step = jax.jit(step) if jitted else step
+        assert sk.inspect(step, *arguments())[0].plan == plan
+        with pytest.raises(AssertionError, match="compiled"):
+            jax.jit(step).lower(*arguments()).compile()
 
     @pytest.mark.parametrize("backend", ["reference", pytest.param("mosaic", marks=NEEDS_MOSAIC)])
     def test_no_device_is_asked_for(self, backend, monkeypatch):
