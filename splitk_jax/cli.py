@@ -257,7 +257,8 @@ INSPECTED = "splitk_inspect"
 def inspect(function: str, specs: str | None, as_json: bool) -> None:
     """Inspect a function: each decode and merge call in it, and the split decisions that it froze.
 
-    Nothing is compiled or run. FUNCTION is splitk_inspect where a FILE alone is named.
+    Nothing is compiled or run, and no device is asked for: SPLITK_JAX_TARGET may name another machine's. FUNCTION is
+    splitk_inspect where a FILE alone is named.
     """
     with inspecting():  # a policy that it loads is not compared with this machine's device either
         found = _found(function, specs)

@@ -1,6 +1,6 @@
 """`inspect`: the split decisions that a function froze, read from its trace before anything compiles.
 
-What is shown is read from the jaxpr that runs: the plan is a parameter of an equation in it (`marks.py`), kernel names
+What is shown is read from the function's jaxpr: the plan is a parameter of an equation in it (`marks.py`), kernel names
 and grids are the kernel calls' own. Lowered, compiled and exported functions have no jaxpr any more; of them the names
 in their text are read.
 """
