@@ -197,9 +197,9 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _calls_in_text(text: str, where: tuple[str, ...]) -> tuple[Call, ...]:
     def kernels(*call: Any) -> tuple[tuple[str, None], ...]:
-        # Of the same name again MLIR makes name_0.
+        # In device code names stand between \00 and have endings; s3 is not s33, and t64 not t64x3.
         names = marks.kernel_names(*call)
-        return tuple((name, None) for name in names if re.search(rf"(?<![A-Za-z0-9_]){name}(?:_\d+)?(?!\w)", text))
+        return tuple((name, None) for name in names if re.search(rf"(?<![A-Za-z_]){name}(?!\d|x\d)", text))
 
     decodes = dict.fromkeys(match.groups() for match in marks.DECODE_NAME.finditer(text))
     merges = dict.fromkeys(match[1] for match in marks.MERGE_NAME.finditer(text))

@@ -407,6 +407,17 @@ class TestWhatItIsReadFrom:
             for plan in plans
         }
 
+    def test_names_in_device_code(self):
+        class Compiled:
+            def as_text(self):
+                calls = [f"jit(splitk_decode_s3_{tile}_mosaic_{'0' * 16})" for tile in ("t64x2", "t64")]
+                kernels = (r"version\00splitk_split_s3_t64x2\00mpmd", "splitk_combine_s3_gpu", "splitk_split_s33_t64x2")
+                return " ".join((*calls, *kernels))
+
+        whole, other = sk.inspect(Compiled())
+        assert [name for name, _ in whole.kernels] == ["splitk_split_s3_t64x2", "splitk_combine_s3"]
+        assert [name for name, _ in other.kernels] == ["splitk_combine_s3"]
+
     def test_a_text_keeps_plans_apart(self):
         def two(*arrays):
             return decode(*arrays) + decode(*arrays, plan=OTHER)
