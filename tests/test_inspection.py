@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from jax.sharding import Mesh, PartitionSpec
 
 import splitk_jax as sk
-from splitk_jax import log, testing
+from splitk_jax import log, marks, testing
 from splitk_jax.checks import MOSAIC_JAX
 from splitk_jax.cli import main
 
@@ -338,6 +338,7 @@ class TestWhatItIsReadFrom:
             for name in ("backends", "get_backend", "devices"):
                 patch.setattr(xla_bridge, name, refuse)
             assert sk.inspect(step, *arrays)[0].plan == plan
+            assert len(sk.inspect(merge_three, jax.ShapeDtypeStruct((4, 64), jnp.float32))) == 1
 
         class Slice:
             platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA H200 MIG", 60, "9.0"
@@ -516,6 +517,24 @@ class TestMosaic:
             names = {name for name, _ in call.kernels}
             assert len(names) == 2
             assert all(name.startswith("splitk_reference_") == (call.backend == "reference") for name in names)
+
+    @pytest.mark.parametrize("q_len", [1, 9])
+    def test_names_of_calls_hold_their_own_tile(self, q_len):
+        """Query tokens and scales of each token take stages away, which the plan alone does not say."""
+        policy = sk.load_policy("h200", environ={}, ahead_of_time=True)
+        plan = policy.plan(**HEADS | {"num_q_heads": 32, "num_kv_heads": 4}, kv_dtype="float8_e4m3fn")
+        pool = jax.ShapeDtypeStruct((PAGES, 16, 4, 64), jnp.float8_e4m3fn)
+        scale, q = (
+            jax.ShapeDtypeStruct(pool.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct((3, q_len, 32, 64), "bfloat16"),
+        )
+        step = jax.jit(lambda scale, *arrays: decode(*arrays, plan=plan, k_scale=scale, v_scale=scale))
+        traced = step.trace(scale, q, pool, pool, *arguments()[3:])
+        tile = marks.tile_name(plan, q_len, 2)
+        assert marks.call_name(plan, tile) in str(traced.jaxpr)
+        assert [name for name, _ in sk.inspect(traced)[0].kernels] == [
+            *marks.kernel_names(plan.num_splits, tile, "mosaic")
+        ]
 
 
 class TestTheMark:
