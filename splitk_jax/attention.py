@@ -130,7 +130,7 @@ def paged_decode_attention(
     if not elsewhere and plan.policy.target is not None and plan.policy.target.arch != "cpu":
         check_sm_count(plan.policy.sm_count, plan.policy.target.source, jax.devices()[0])
     log.traced(plan)
-    if traced:
+    if traced and not INSPECTING.get():
         for observe in marks.OBSERVERS:
             observe(plan)
     # Equal plans are one call. A trace also says where its plan came from, so there such plans are calls of their own.

@@ -19,8 +19,9 @@ def merge_states(
     """Merges attention outputs computed over disjoint sets of keys, as one attention over all of them.
 
     States are folded in the order given, in float32, with one cast at the end; sinks belong in one of them only. On a
-    GPU of compute capability 9.0, with JAX 0.11 or newer, a kernel does it where the second to last axis is a multiple
-    of 4 and head_dim one of 64; else XLA does.
+    GPU of compute capability 9.0, with JAX 0.11 or newer, a kernel does it where the second to last axis, heads, is a
+    multiple of 4 and head_dim one of 64; else XLA does, and where `shard_map` checks how values vary or the mesh has
+    explicit axes.
 
     Args:
       outs: states of [..., head_dim] each, as a sequence or stacked on a leading axis; one float dtype.
@@ -68,15 +69,26 @@ def _marked(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, ja
     # Behind barriers, what stands around the call can neither keep more precision than outs and lses have, nor fold
     # constants through the sums: eager and inside a larger jit give the same bits.
     outs, lses = jax.lax.optimization_barrier((outs, lses))
-    merge = _by_kernel if _kernel_serves(outs[0].shape) else _fold
-    return jax.lax.optimization_barrier(merge(outs, lses))
+    if _kernel_serves(outs, lses):
+        return _by_kernel(outs, lses)
+    return jax.lax.optimization_barrier(_fold(outs, lses))
 
 
-def _kernel_serves(shape: tuple[int, ...]) -> bool:
+def _kernel_serves(outs: list[jax.Array], lses: list[jax.Array]) -> bool:
     # What is only inspected asks for no device, and looks the same either way.
     if INSPECTING.get() or jax.__version_info__ < checks.MOSAIC_JAX or not checks.on_hopper():
         return False
-    return import_module("splitk_jax.kernels.mosaic.merge").serves(shape)
+    # A kernel's results say neither how they vary over a mesh nor how they are sharded.
+    if any(map(_varies, (*outs, *lses))) or jax.sharding.get_abstract_mesh().explicit_axes:
+        return False
+    return import_module("splitk_jax.kernels.mosaic.merge").serves(outs[0].shape)
+
+
+def _varies(x: jax.Array) -> bool:
+    """Whether a value is known to differ over the mesh of a `shard_map`."""
+    aval: Any = jax.typeof(x)
+    axes = getattr(aval, "manual_axis_type", None)  # newer than `vma`
+    return bool(aval.vma if axes is None else axes.varying)
 
 
 @jax.custom_jvp

@@ -288,7 +288,7 @@ def _new_scale(name: str, scale: Any, pages: Any) -> jax.Array | None:
     if isinstance(scale, str):
         if scale != PER_TOKEN:
             raise ValueError(f"{name}={scale!r} is not known: accepted are numbers, float32 arrays and {PER_TOKEN!r}")
-        scale = jnp.ones(pages.shape[:3], jnp.float32)
+        scale = jnp.full(pages.shape[:3], jnp.finfo(jnp.float32).tiny)  # as of zeros, which pages begin with
     elif isinstance(scale, list | tuple):
         raise TypeError(
             f"{name}={scale!r} must be a number, an array float32[num_kv_heads] or {PER_TOKEN!r}, got"
@@ -329,10 +329,10 @@ def _stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> tuple[jax.Arra
 def _own_scale(x: jax.Array, most: float) -> jax.Array:
     """The scales [..., num_kv_heads] by which the largest magnitude of each row and head is stored as `most`."""
     largest = jnp.max(jnp.abs(x), axis=-1)
-    # The scale of an infinity is one by which `most` is finite, that of a subnormal one that is not 0.
+    # The scale of an infinity is one by which `most` is finite, that of a subnormal one that is not 0. Of zeros it is
+    # the least: a kernel brings the scales that a query attends to one size, which the largest decides.
     limits = jnp.finfo(jnp.float32)
-    scale = jnp.clip(largest / _each(most, largest.shape), limits.tiny, limits.max / (2 * most))
-    return jnp.where(largest == 0, 1, scale)
+    return jnp.clip(largest / _each(most, largest.shape), limits.tiny, limits.max / (2 * most))
 
 
 def _each(x: jax.Array | float, shape: tuple[int, ...]) -> jax.Array:

@@ -883,7 +883,7 @@ def dtype_name(argument: str, dtype: Any, accepted: tuple[str, ...]) -> str:
         raise TypeError(f"{argument}={dtype!r} must be a dtype or the name of one of {', '.join(accepted)}") from None
     if name in accepted:
         return name
-    if name in _QUANTISED:
+    if name in _QUANTISED and argument != "partial_dtype":
         raise NotImplementedError(
             f"{argument}={name}: {'quantised queries are' if argument == 'q_dtype' else 'KV quantised so is'} served by"
             f" no backend of this build ({', '.join(BACKENDS)}): use one of {', '.join(accepted)}"

@@ -176,6 +176,24 @@ def test_scales_of_any_size(name):
         assert_within_rounding(emulator.decode(paged, plan, **scaled), paged, **scaled)
 
 
+@pytest.mark.parametrize("exponent", [40, 90, 127])
+def test_a_large_scale_of_a_token_without_weight(exponent):
+    """It takes no bits from the others, and 3e38 overflows nothing that is finite."""
+    plan, paged, options = draw(CASES["e4m3-tokens"], 11)
+    q, k = np.zeros_like(paged.q, np.float32), paged.k_pages.astype(np.float32)
+    q[..., 0] = 64
+    k[..., 0] = 0
+    scale = options["v_scale"].copy()
+    for table, seq_len in zip(paged.block_tables, paged.seq_lens, strict=True):
+        for token in range(3, seq_len, 50):
+            at = table[token // 16], token % 16
+            k[(*at, slice(None), 0)] = -440
+            scale[at] = np.float32(2.0**exponent)
+    paged = paged.replace(q=q.astype(paged.q.dtype), k_pages=k.astype(paged.k_pages.dtype))
+    options |= {"k_scale": np.ones_like(scale), "v_scale": scale}
+    assert_within_rounding(emulator.decode(paged, plan, **options), paged, **options)
+
+
 @pytest.mark.parametrize("name", ["e4m3", "int8-dv96-sinks", "more-rows-than-teams", "one-split"])
 @pytest.mark.parametrize("gap", [20, 24.8, 30])
 def test_light_weights_on_large_values(name, gap):

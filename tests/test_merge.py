@@ -210,3 +210,28 @@ class TestKernel:
         for a, b in zip(expected, sk.merge_states(outs, lses), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
         check_grads(lambda outs, lses: sk.merge_states(outs, lses), (outs, lses), order=1, rtol=0.1)
+
+    def test_inside_transformations(self):
+        """Of what varies over a mesh, or is sharded on one with explicit axes, XLA makes it; of the rest the kernel."""
+        outs, lses, _ = states_of((5, 9))
+        expected = sk.merge_states(outs, lses)
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec
+        for check_vma in (True, False):
+            sharded = jax.shard_map(
+                sk.merge_states,
+                mesh=mesh,
+                in_specs=(spec(None, "x"), spec(None, "x")),
+                out_specs=(spec("x"), spec("x")),
+                check_vma=check_vma,
+            )
+            assert_same_bits(sharded(outs, lses), expected)
+        explicit = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(explicit):
+            states = [jax.device_put(x, spec(None, "x")) for x in (outs, lses)]
+            assert_same_bits(jax.jit(sk.merge_states)(*states), expected)
+        plain, remat = (
+            jax.grad(lambda outs, f=f: f(outs, lses)[0].sum())(jnp.asarray(outs))
+            for f in (sk.merge_states, jax.checkpoint(sk.merge_states))
+        )
+        assert_same_bits(remat, plain)

@@ -233,8 +233,11 @@ class TestPlanIsAValue:
         assert plan.report()["partial_dtype"] == "bfloat16"
         with pytest.raises(NotImplementedError, match="partial_dtype=bfloat16: the mosaic backend serves float32"):
             sk.load_policy("h200", environ={}).plan(**SHAPE, partial_dtype="bfloat16")
-        with pytest.raises(ValueError, match="partial_dtype"):
-            policy.plan(**SHAPE, partial_dtype="float16")
+        for dtype in ("float16", "int8"):
+            with pytest.raises(
+                ValueError, match=f"partial_dtype='{dtype}' is not served: accepted are float32, bfloat16"
+            ):
+                policy.plan(**SHAPE, partial_dtype=dtype)
 
 
 class TestFingerprint:

@@ -19,7 +19,7 @@ LANES = 128, 64
 
 
 def serves(shape: tuple[int, ...]) -> bool:
-    """Whether states of [..., head_dim] can be merged here: by what a model fixes, so that no batch moves it."""
+    """Whether states of [..., heads, head_dim] can be merged here: by what a model fixes, so that no batch moves it."""
     return len(shape) > 1 and shape[-2] % ROWS == 0 and shape[-1] % LANES[-1] == 0 and 0 not in shape
 
 

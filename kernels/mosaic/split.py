@@ -1,9 +1,8 @@
 """Split kernel of the mosaic backend: persistent CTAs stream pages by TMA and multiply them on Hopper's tensor cores.
 
-One warpgroup streams pages through a ring of stages, one or two compute, each for heads of its own; of quantised pages
-one for each KV head widens the values. Operands are swapped with respect to the paper: tokens are the M of `wgmma` and
-the query heads of one KV head its N, so that 8 heads cost 8 columns and not 64 rows, and a whole accumulator is a few
-registers a thread.
+One warpgroup streams pages through a ring of stages, one or two compute, each for heads of its own. Operands are
+swapped with respect to the paper: tokens are the M of `wgmma` and the query heads of one KV head its N, so that 8 heads
+cost 8 columns and not 64 rows, and a whole accumulator is a few registers a thread.
 
 A CTA computes a contiguous range of the batch's splits for its blocks of heads (`schedule.py`). Of a row that begins in
 its range it folds the splits as it goes, and writes the output when it holds them all, or one partial, the fold so far;
@@ -507,20 +506,20 @@ def split(
                 return lax.broadcast_in_dim(access.load(of_step, Layout.WGMMA.reduce(1)), (step_kv, cols), [0])
 
             def scale_weights(p: jax.Array, a: jax.Array, size: list[jax.Array], scales: jax.Array) -> Any:
-                """Weights times their values' scales, over the power of two that the largest scale so far is near to.
+                """Weights times their values' scales, over a power of two that the largest so far is near to.
 
                 Args:
-                  p, a: weights, and what the sum so far is multiplied by.
-                  size: of the steps so far, that power of two.
+                  p, a: weights, 2**lift of them, and what the sum so far is multiplied by.
+                  size: of the sum so far, that power of two.
                   scales: of the step's values, 0 where a query attends none.
                 """
-                largest = lax.bitcast_convert_type(over_tokens("max", jnp.maximum(scales, -scales)), jnp.int32)
-                now = jnp.minimum(
-                    jnp.maximum(largest & EXPONENT, lax.bitcast_convert_type(size[0], jnp.int32)), 253 << 23
-                )
+                p = (p * 2.0**-lift) * scales
+                largest = lax.bitcast_convert_type(over_tokens("max", jnp.maximum(p, -p)), jnp.int32) & EXPONENT
+                before = lax.bitcast_convert_type(jnp.maximum(a * size[0], LEAST_SIZE), jnp.int32)
+                now = jnp.minimum(jnp.maximum(largest, before), 253 << 23)
                 inverse = lax.bitcast_convert_type((254 << 23) - now, jnp.float32)
-                p = p * (scales * across(inverse, step_kv))
-                return p, a * size[0] * inverse, [lax.bitcast_convert_type(now, jnp.float32)]
+                p = p * across(inverse, step_kv) * 2.0**lift
+                return p, a * (size[0] * inverse), [lax.bitcast_convert_type(now, jnp.float32)]
 
             def compute_split(u: Any, carry: Any) -> Any:
                 used, row, index, rec, whole, run_whole, acc, run = carry
@@ -597,10 +596,14 @@ def split(
                 used, o, m, l, *size = lax.fori_loop(
                     0, steps_of(base, high), step, (used, none.o, none.m, none_l, *size)
                 )
-                o = o * across(size[0]) if size else o
+                l = over_tokens("add", l)
+                if size:  # no longer lifted: what is large might overflow
+                    o, l = o * 2.0**-lift * across(size[0]), l * 2.0**-lift
+                else:
+                    m = m - lift
                 if "v_scale" in of_extra:
                     o = o * of_kv_head("v_scale", kv_head)
-                part = SplitPartials(o=o, m=m - lift + nan_if(rec.poison), l=over_tokens("add", l))
+                part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=l)
                 run = fold(choose(place == 0, none, run), part, across)
                 ends = index == rec.splits - 1
                 run_ends = ends | (place == RUN_SPLITS - 1)
