@@ -275,7 +275,6 @@ def emulated():
     access = types.SimpleNamespace(
         load=load,
         load_tile=load,
-        to_half=lambda x, layout: x.astype(np.float16),
         half_operand=lambda x: x.astype(np.float16),
         operand_apart=lambda x: x.astype(np.float16),
         pairs_apart=lambda x, layout, rows: x,

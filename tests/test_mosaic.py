@@ -927,7 +927,6 @@ class TestCombine:
         [
             pytest.param(Case((2, 1), 256, splits=132, launch_ctas=50), [16300], True, id="more-than-a-copy"),
             pytest.param(Case((4, 2), splits=33, launch_ctas=6), [3000, 0, 700, 5000], False, id="ragged"),
-            pytest.param(Case((2, 2), 80, splits=20, launch_ctas=4), [1500, 40, 0], False, id="dv80"),
         ],
     )
     # In copies of many runs or of one: which of them a batch takes moves no number.

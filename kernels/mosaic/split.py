@@ -344,10 +344,6 @@ def split(
 
             lax.fori_loop(0, work.count, load_split, (jnp.int32(0), jnp.int32(NONE), *first))
 
-        def lanes_of(kv: int, lanes: int, width: int) -> list[tuple[Any, Any]]:
-            """Of one KV head's keys or values, so many lanes at once: among its own, and among those of all heads."""
-            return [(pl.ds(lane, width), pl.ds(kv * lanes + lane, width)) for lane in range(0, lanes, width)]
-
         @pl.when(wg < warpgroups)
         def _consume() -> None:
             if moves_registers:
