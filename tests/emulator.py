@@ -277,7 +277,7 @@ def emulated():
         load_tile=load,
         half_operand=lambda x: x.astype(np.float16),
         operand_apart=lambda x: x.astype(np.float16),
-        pairs_apart=lambda x, layout, rows: x,
+        pairs_apart=lambda x, layout: x,
         FOURS=split.access.FOURS,
         load_transposed=load_transposed,
         lanes_in_order=lambda x: x,

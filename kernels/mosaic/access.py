@@ -105,15 +105,15 @@ def operand_apart(x: jax.Array) -> jax.Array:
     return relabel(x)
 
 
-def pairs_apart(x: jax.Array, layout: Any, rows: int) -> jax.Array:
+def pairs_apart(x: jax.Array, layout: Any) -> jax.Array:
     """Of each 16 columns, of which four threads have four each: everyone's first two, then everyone's last two.
 
     Args:
       x: 16-bit, [n, columns].
       layout: of whole rows of x a warp, four columns a thread.
-      rows: of a warp.
     """
     columns = x.shape[1]
+    rows = 32 * 4 // columns
     apart = plgpu.Layout.TILED(
         plgpu.Tiling(((4 * rows, columns), (rows, columns), (16,), (8,), (2,))),
         warp_dims=(-7,),
@@ -137,6 +137,32 @@ def _half_of(fours: Any, half: int) -> Any:
     return vector.shuffle(fours, fours, [2 * half, 2 * half + 1])
 
 
+def _int8_pairs(low: str, high: str) -> str:
+    """PTX: of four int8, two pairs as float16 each; `low` and `high` select them from the four and 0x64.
+
+    Behind the byte 0x64 a byte `u` is the float16 `1024 + u`; 1152 is 1024, and the 128 by which the flipped sign bit
+    is off.
+    """
+    return f"""
+        {{
+        .reg .b32 flipped, low, high, bias;
+        xor.b32 flipped, $2, 0x80808080;
+        mov.b32 bias, 0x64806480;
+        prmt.b32 low, flipped, 0x64, {low};
+        prmt.b32 high, flipped, 0x64, {high};
+        sub.f16x2 $0, low, bias;
+        sub.f16x2 $1, high, bias;
+        }}
+    """
+
+
+def _two(ptx: str, word: Any) -> list[Any]:
+    """The two words that PTX makes of one."""
+    i32 = ir.IntegerType.get_signless(32)
+    both: Any = llvm.inline_asm(llvm.StructType.get_literal([i32, i32]), [word], ptx, "=r,=r,r")
+    return [llvm.extractvalue(i32, both, [i]) for i in range(2)]
+
+
 _PAIRS_TO_HALF = {
     "float8_e4m3fn": """
         {
@@ -153,18 +179,7 @@ _PAIRS_TO_HALF = {
         prmt.b32 $0, $2, 0, 0x2404;
         prmt.b32 $1, $2, 0, 0x3414;
     """,
-    # As in `_int8_to_half`.
-    "int8": """
-        {
-        .reg .b32 flipped, even, odd, bias;
-        xor.b32 flipped, $2, 0x80808080;
-        mov.b32 bias, 0x64806480;
-        prmt.b32 even, flipped, 0x64, 0x4240;
-        prmt.b32 odd, flipped, 0x64, 0x4341;
-        sub.f16x2 $0, even, bias;
-        sub.f16x2 $1, odd, bias;
-        }
-    """,
+    "int8": _int8_pairs("0x4240", "0x4341"),
 }
 """PTX: of the bytes (even, odd) of one token and of the next, the even ones and the odd ones as two float16 each."""
 
@@ -226,15 +241,9 @@ def load_transposed(ref: Any, transforms: Any, rows: int) -> jax.Array:
                     has_side_effects=True,
                 )
                 for i in range(4):
-                    both: Any = llvm.inline_asm(
-                        llvm.StructType.get_literal([i32, i32]),
-                        [llvm.extractvalue(i32, four, [i])],
-                        _PAIRS_TO_HALF[str(ref.dtype)],
-                        "=r,=r,r",
-                    )
-                    for odd in range(2):
-                        pair = llvm.bitcast(half2, llvm.extractvalue(i32, both, [odd]))
-                        registers[m, eights + i, 0, 0, odd, 0, 0, 0, 0] = pair
+                    halves = _two(_PAIRS_TO_HALF[str(ref.dtype)], llvm.extractvalue(i32, four, [i]))
+                    for odd, pair in enumerate(halves):
+                        registers[m, eights + i, 0, 0, odd, 0, 0, 0, 0] = llvm.bitcast(half2, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return load(ref)
@@ -264,36 +273,20 @@ def lanes_in_order(x: jax.Array) -> jax.Array:
 
 
 def _int8_to_half(x: jax.Array, layout: Any) -> jax.Array:
-    """Behind the byte 0x64 a byte `u` is the float16 `1024 + u`: two at a time, which Mosaic casts one by one."""
+    """Two at a time, which Mosaic casts one by one."""
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float16, layout=layout))
     def convert(ctx: Any, x: Any) -> Any:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
-
-        def pairs(four: Any) -> list[Any]:
-            # 1152 is 1024, and the 128 by which the flipped sign bit is off.
-            ptx = """
-            {
-            .reg .b32 flipped, low, high, bias;
-            xor.b32 flipped, $2, 0x80808080;
-            mov.b32 bias, 0x64806480;
-            prmt.b32 low, flipped, 0x64, 0x4140;
-            prmt.b32 high, flipped, 0x64, 0x4342;
-            sub.f16x2 $0, low, bias;
-            sub.f16x2 $1, high, bias;
-            }
-            """
-            both: Any = llvm.inline_asm(llvm.StructType.get_literal([i32, i32]), [four], ptx, "=r,=r,r")
-            return [llvm.extractvalue(i32, both, [i]) for i in range(2)]
-
+        ptx = _int8_pairs("0x4140", "0x4342")
         registers = np.empty_like(x.registers)
         for at, register in np.ndenumerate(x.registers):
             (count,) = ir.VectorType(register.type).shape
             fours = vector.bitcast(ir.VectorType.get((count // 4,), i32), register)
             out = llvm.mlir_undef(ir.VectorType.get((count // 2,), i32))
             for i in range(count // 4):
-                for j, pair in enumerate(pairs(vector.extract(fours, [], [i]))):
+                for j, pair in enumerate(_two(ptx, vector.extract(fours, [], [i]))):
                     out = llvm.insertelement(out, pair, arith.constant(i32, ir.IntegerAttr.get(i32, 2 * i + j)))
             registers[at] = vector.bitcast(ir.VectorType.get((count,), ir.F16Type.get()), out)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)

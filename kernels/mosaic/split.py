@@ -82,8 +82,9 @@ def _bit(j: int) -> np.int32:
     return np.uint32(1 << j).astype(np.int32)
 
 
-def rows_layout(lanes: int, vector: int, rows: int) -> Any:
+def rows_layout(lanes: int, vector: int) -> Any:
     """Of a swizzled tile of so many lanes: a warp covers whole rows, so that its accesses meet no bank conflict."""
+    rows = 32 * vector // lanes
     return Layout.TILED(
         plgpu.Tiling(((4 * rows, lanes), (rows, lanes), (vector,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )
@@ -144,8 +145,7 @@ def split(
     block_tables = jnp.pad(block_tables, ((0, 0), (0, max(WARPGROUP - block_tables.shape[1], 0))))
     ids_layout = Layout.WG_STRIDED((WARPGROUP,), 1)
     chunk = tile.swizzle // 2
-    q_rows = 2
-    q_layout = rows_layout(chunk, chunk // 16, q_rows)
+    q_layout = rows_layout(chunk, chunk // 16)
     tiled = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(tile.swizzle))
     # Of a step: its keys and values as they are loaded, the KV heads of a CTA side by side where they are quantised.
     loaded = [
@@ -440,7 +440,7 @@ def split(
                     inverse = plgpu.layout_cast(inverse, q_layout)
                     parts = [(x * inverse).astype(half) for x in parts]
                 if apart:
-                    parts = [access.pairs_apart(x, q_layout, q_rows) for x in parts]
+                    parts = [access.pairs_apart(x, q_layout) for x in parts]
                 for lanes, part in zip(at, parts, strict=True):
                     q_smem[wg, :, lanes] = part
                 plgpu.commit_smem()
