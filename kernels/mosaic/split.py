@@ -354,6 +354,7 @@ def split(
             scale = scale_gmem[0] * (1.0 if capped else LOG2E)
             if "k_scale" in of_extra:
                 scale = scale * of_kv_head("k_scale", kv_head)
+            out_scale = of_kv_head("v_scale", kv_head) if "v_scale" in of_extra else None
 
             def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
                 return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -469,25 +470,20 @@ def split(
                     out_smem.at[wg, pl.ds(head - top, tile.heads)], out_gmem.at[row, pl.ds(head, tile.heads)]
                 )
 
-            def of_kv(load: Any) -> jax.Array:
-                """What `load` has of this warpgroup's KV head, whose lanes lie beside the other's."""
-                return load(0) if kv_heads == 1 else lax.cond(kv == 0, lambda: load(0), lambda: load(1))
+            def of_kv(lanes: int) -> Any:
+                """This warpgroup's KV head, whose lanes lie beside the other's."""
+                return pl.ds(kv * lanes, lanes)
 
             def load_keys(stage: Any) -> jax.Array:
                 """Of quantised pages: they are multiplied from registers."""
-                lanes, layout = plan.head_dim, access.FOURS if apart else Layout.WGMMA_UPCAST_2X
-                keys = of_kv(lambda h: access.load_tile(k_smem.at[stage].at[:, pl.ds(h * lanes, lanes)], layout))
+                layout = access.FOURS if apart else Layout.WGMMA_UPCAST_2X
+                keys = access.load_tile(k_smem.at[stage].at[:, of_kv(plan.head_dim)], layout)
                 plgpu.barrier_arrive(k_free.at[stage])
                 return access.operand_apart(keys) if apart else access.half_operand(keys)
 
             def load_values(stage: Any, dead: Any, some: Any) -> jax.Array:
                 """Of quantised pages, lanes by tokens, as `access.load_transposed` has them."""
-                lanes = plan.head_dim_v
-                values = of_kv(
-                    lambda h: access.load_transposed(
-                        v_smem.at[stage].at[:, pl.ds(h * lanes, lanes)], byte_tiled, rows_v
-                    )
-                )
+                values = access.load_transposed(v_smem.at[stage].at[:, of_kv(plan.head_dim_v)], byte_tiled, rows_v)
                 plgpu.barrier_arrive(v_free.at[stage])
 
                 def masked() -> jax.Array:
@@ -597,8 +593,8 @@ def split(
                     o, l = o * 2.0**-lift * across(size[0]), l * 2.0**-lift
                 else:
                     m = m - lift
-                if "v_scale" in of_extra:
-                    o = o * of_kv_head("v_scale", kv_head)
+                if out_scale is not None:
+                    o = o * out_scale
                 part = SplitPartials(o=o, m=m + nan_if(rec.poison), l=l)
                 run = fold(choose(place == 0, none, run), part, across)
                 ends = index == rec.splits - 1
@@ -610,24 +606,28 @@ def split(
                 handed = whole & leaves & jnp.logical_not(ends) if tile.direct else whole & (leaves | ends)
                 slot = jnp.where(whole, work.last_slot, work.slot) if tile.direct else row
 
-                @pl.when(jnp.logical_not(run_whole))
-                def _() -> None:
-                    write_partial(slot, index, part)
-
-                @pl.when(run_whole & jnp.where(run_ends, jnp.logical_not(whole), leaves))
-                def _() -> None:
-                    write_partial(slot, index - place, run)
-
+                cut = jnp.logical_not(run_whole)
+                written = cut | jnp.where(run_ends, jnp.logical_not(whole), leaves)
                 # Of a row whose first run is cut, that run is all there is.
-                @pl.when(handed & (run_ends | (index >= RUN_SPLITS)))
+                handed = handed & (run_ends | (index >= RUN_SPLITS))
+                done = whole & ends if tile.direct else no
+
+                # One branch around all that most splits skip: instructions that are jumped to are waited for.
+                @pl.when(written | handed | done)
                 def _() -> None:
-                    write_partial(slot, 0, acc)
-
-                if tile.direct:
-
-                    @pl.when(whole & ends)
+                    @pl.when(written)
                     def _() -> None:
-                        write_output(rec.row, acc)
+                        write_partial(slot, jnp.where(cut, index, index - place), choose(cut, part, run))
+
+                    @pl.when(handed)
+                    def _() -> None:
+                        write_partial(slot, 0, acc)
+
+                    if tile.direct:
+
+                        @pl.when(done)
+                        def _() -> None:
+                            write_output(rec.row, acc)
 
                 whole, run_whole = whole & jnp.logical_not(ends), run_whole & jnp.logical_not(run_ends)
                 return used, *advance(row, index, rec), whole, run_whole, acc, run
