@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from splitk_jax import peers, report
-from splitk_jax.bench import Options, Run, document, head, plot, require_plot, tables
+from splitk_jax.bench import Options, Run, document, require_plot
+from splitk_jax.bench_report import head, plot, tables
 from splitk_jax.inspection import Inspection, users_line
 from splitk_jax.inspection import inspect as find
 from splitk_jax.marks import inspecting

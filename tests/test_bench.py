@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import splitk_jax as sk
-from splitk_jax import bench, flashinfer_peer, peers
+from splitk_jax import bench, bench_report, flashinfer_peer, peers
 from splitk_jax.checks import MOSAIC_JAX
 from splitk_jax.cli import main
 from splitk_jax.kernels.mosaic import read
@@ -867,8 +867,8 @@ class TestRunOnAGpu:
             assert ours["kernels"] == {"split": 1.5, "combine": 0.5}
             assert ours["kernel_us"] == 2
             assert ours["over_floor"] == ours["queued_us"] / floor["queued_us"]
-        assert f"floor {bench.number(run.rows[0].floor.queued_us)} ({self.LAUNCH})" in said
-        tables = bench.tables(run)
+        assert f"floor {bench_report.number(run.rows[0].floor.queued_us)} ({self.LAUNCH})" in said
+        tables = bench_report.tables(run)
         assert "over the floor: geomean" in tables
         assert "100 " in tables
 
@@ -880,7 +880,7 @@ class TestRunOnAGpu:
         for cell in bench.document(run)["cells"]:
             assert cell["floor"]["queued_us"] is None
             assert cell["results"]["splitk_jax"]["over_floor"] is None
-        assert "no floor: relative error inf, above 0.01 [every cell]" in bench.tables(run)
+        assert "no floor: relative error inf, above 0.01 [every cell]" in bench_report.tables(run)
 
     def test_the_floor_of_a_window_reads_the_window(self, start, monkeypatch):
         cells = (equal("tiny", 2, 1 * K, window=128), equal("tiny", 2, 512, window=96, q_len=2))
