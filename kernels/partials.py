@@ -13,6 +13,10 @@ import jax.numpy as jnp
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
+NO_CAP = 2.0**100
+"""A softcap from which on it caps nothing that a float32 logit can be, to the last bit but for overflows. Over a larger
+one, small logits are subnormal."""
+
 
 class SplitPartials(NamedTuple):
     """Partials of the splits of each row; float32, an empty split is `(0, -inf, 0)`, a poisoned one all NaN.

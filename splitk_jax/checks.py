@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitk_jax.plan import MAX_TOKENS, USE_REFERENCE, DecodePlan
-from splitk_jax.target import QUANTISED_DTYPES, whole_number
+from splitk_jax.target import FLOAT_DTYPES, KV_DTYPES, QUANTISED_DTYPES, whole_number
 
 MOSAIC_JAX = (0, 11)
 """The first JAX whose Pallas has what the mosaic kernels use."""
@@ -21,8 +21,8 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 """Below it a float32 is subnormal, and arithmetic may take it for 0."""
 
 
-def as_array(name: str, x: Any) -> jax.Array:
-    """Takes a JAX or numpy array, without a silent cast.
+def as_array(name: str, x: Any, *accepted: str) -> jax.Array:
+    """Takes a JAX or numpy array, without a silent cast; `accepted` dtypes are for what is said of one of 64 bits.
 
     Raises:
       TypeError: anything else.
@@ -34,7 +34,8 @@ def as_array(name: str, x: Any) -> jax.Array:
         numeric = x.dtype == bool or jnp.issubdtype(x.dtype, np.number)
         # Without x64, jnp.asarray would narrow 64 bits without a word.
         if not numeric or x.dtype.itemsize > 4 or not x.dtype.isnative:
-            raise TypeError(f"{name}.dtype={x.dtype} is not accepted and not cast for you (64 bits would be narrowed)")
+            must = f"must be {' or '.join(accepted)}" if accepted else "is not accepted"
+            raise TypeError(f"{name}.dtype={x.dtype} {must}; it is not cast for you (64 bits would be narrowed)")
     return jnp.asarray(x, dtype=x.dtype)
 
 
@@ -84,7 +85,7 @@ def decode_arguments(
       ValueError, TypeError: an argument that is not accepted.
     """
     require_plan(plan)
-    q = as_array("q", q)
+    q = as_array("q", q, plan.q_dtype)
     if q.ndim not in (3, 4):
         raise ValueError(
             "q must be [batch, num_q_heads, head_dim] or [batch, q_len, num_q_heads, head_dim], got shape"
@@ -101,16 +102,17 @@ def decode_arguments(
             f"q.shape[0]={batch} is above the plan's row capacity {plan.row_capacity}: plan with a larger"
             " max_decode_seqs (or num_seqs under adaptive)"
         )
-    require_dtype(
-        "q", q, plan.q_dtype, otherwise=f"it is not cast for you: plan with q_dtype={q.dtype.name!r}, or cast it"
-    )
+    planned = f"plan with q_dtype={q.dtype.name!r}, or cast it" if q.dtype.name in FLOAT_DTYPES else "cast it"
+    require_dtype("q", q, plan.q_dtype, otherwise=f"it is not cast for you: {planned}")
 
-    k_pages, v_pages = as_array("k_pages", k_pages), as_array("v_pages", v_pages)
+    k_pages, v_pages = (as_array(n, x, plan.kv_dtype) for n, x in (("k_pages", k_pages), ("v_pages", v_pages)))
     require_shape("k_pages", k_pages, ("num_pages", plan.page_size, plan.num_kv_heads, plan.head_dim))
     require_shape("v_pages", v_pages, (k_pages.shape[0], plan.page_size, plan.num_kv_heads, plan.head_dim_v))
+    planned = "both pools have the plan's kv_dtype"
+    if k_pages.dtype == v_pages.dtype and k_pages.dtype.name in KV_DTYPES:
+        planned = f"plan with the kv_dtype that both pools have, here {k_pages.dtype.name!r}"
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        planned = f"it is not cast for you: plan with the kv_dtype that both pools have, here {pages.dtype.name!r}"
-        require_dtype(name, pages, plan.kv_dtype, otherwise=planned)
+        require_dtype(name, pages, plan.kv_dtype, otherwise=f"it is not cast for you: {planned}")
     block_tables, seq_lens = table_arguments(block_tables, seq_lens, batch=batch, page_size=plan.page_size)
 
     if sm_scale is None:
@@ -121,7 +123,7 @@ def decode_arguments(
     if softcap is not None:
         softcap = _softcap(softcap)
     if sinks is not None:
-        sinks = as_array("sinks", sinks)
+        sinks = as_array("sinks", sinks, "float32")
         require_shape("sinks", sinks, (plan.num_q_heads,))
         require_dtype("sinks", sinks, "float32")
     k_scale, v_scale = (kv_scale(name, x, k_pages) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
@@ -147,9 +149,11 @@ def kv_scale(name: str, x: Any, pages: jax.Array) -> jax.Array | None:
             f"{name} is for quantised pages ({', '.join(QUANTISED_DTYPES)}), got pages of {pages.dtype.name}: leave it"
             " out"
         )
-    if isinstance(x, int | float):
+    if isinstance(x, int | float | np.generic):
         return scalar(name, x)
-    x = as_array(name, x)
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}={x!r} must be a number or a jax or numpy array of float32, got {type(x).__name__}")
+    x = as_array(name, x, "float32")
     require_dtype(name, x, "float32")
     accepted = ((), pages.shape[2:3], pages.shape[:3])
     if x.shape not in accepted:
@@ -162,7 +166,8 @@ def kv_scale(name: str, x: Any, pages: jax.Array) -> jax.Array | None:
 
 def table_arguments(block_tables: Any, seq_lens: Any, *, batch: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """Checks the two index arrays of a batch."""
-    block_tables, seq_lens = as_array("block_tables", block_tables), as_array("seq_lens", seq_lens)
+    block_tables = as_array("block_tables", block_tables, "int32")
+    seq_lens = as_array("seq_lens", seq_lens, "int32")
     require_dtype("block_tables", block_tables, "int32")
     require_dtype("seq_lens", seq_lens, "int32")
     require_shape("block_tables", block_tables, (batch, "max_pages_per_seq"))
@@ -223,6 +228,7 @@ def validate_batch(
     page_size: int,
     plan: DecodePlan | None = None,
     window: int | None = None,
+    q_len: int = 1,
 ) -> None:
     """Looks at the values of a batch on the host and says what a kernel could only turn into NaN.
 
@@ -234,17 +240,21 @@ def validate_batch(
       num_pages: pages of the pool.
       page_size: tokens of a page.
       plan: the plan of the call, whose tree may hold fewer tokens than the table.
-      window: the window of the call, before which pages are not live.
+      window: the window of the call; pages before that of its first query token are not live.
+      q_len: query tokens of a sequence in the call.
 
     Raises:
-      ValueError: the first row with a length outside the table or a live page id outside the pool, naming both.
+      ValueError: the first row with a length outside the table or a live page id outside the pool, naming both; or a
+        page_size that is not the plan's.
     """
+    page_size, q_len = whole_number("page_size", page_size), whole_number("q_len", q_len)
     if plan is not None:
         require_plan(plan)
+        if page_size != plan.page_size:
+            raise ValueError(f"page_size={page_size} must be the plan's, {plan.page_size}")
     if window is not None:
         window = whole_number("window", window)
     whole_number("num_pages", num_pages)
-    page_size = whole_number("page_size", page_size)
     tables = np.asarray(as_array("block_tables", block_tables))
     batch = tables.shape[0] if tables.ndim else 0
     table_arguments(block_tables, seq_lens, batch=batch, page_size=page_size)
@@ -252,7 +262,7 @@ def validate_batch(
     for row, seq_len in enumerate(np.asarray(seq_lens)):
         if not 0 <= seq_len <= capacity:
             raise ValueError(f"seq_lens[{row}]={seq_len} is outside [0, {capacity}], what its table and plan can hold")
-        first = 0 if window is None else max(int(seq_len) - window, 0) // page_size
+        first = 0 if window is None else max(int(seq_len) - (q_len - 1) - window, 0) // page_size
         live = tables[row, first : -(-int(seq_len) // page_size)]
         bad = np.flatnonzero((live < 0) | (live >= num_pages))
         if bad.size:

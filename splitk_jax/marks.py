@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from splitk_jax.plan import DecodePlan, versions
+from splitk_jax.plan import USE_REFERENCE, DecodePlan, versions
 from splitk_jax.policy import INSPECTING
 
 DECODE_NAME = re.compile(r"splitk_decode_s(\d+)_(t\d+(?:x\d+)?)_([a-z]+)_([0-9a-f]{16})")
@@ -43,11 +43,15 @@ def inspecting() -> Generator[None]:
         INSPECTING.reset(token)
 
 
-plan_p = Primitive("splitk_plan")
-plan_p.def_impl(lambda q, **decisions: q)
-plan_p.def_abstract_eval(lambda q, **decisions: q)
-mlir.register_lowering(plan_p, lambda ctx, q, **decisions: [q])
-batching.primitive_batchers[plan_p] = lambda args, dims, **decisions: (plan_p.bind(*args, **decisions), dims[0])
+def _lower_plan(ctx: Any, *operands: Any, plan: DecodePlan, **decisions: Any) -> Any:
+    del decisions
+    platforms = ctx.module_context.platforms
+    if plan.backend == "mosaic" and "cuda" not in platforms:
+        raise NotImplementedError(
+            f"platform {', '.join(platforms)}: the mosaic backend needs an sm_90 GPU; {USE_REFERENCE}, or lower for"
+            " another machine with .trace(...).lower(lowering_platforms=('cuda',))"
+        )
+    return operands
 
 
 def _no_gradient(primals: Any, tangents: Any, **decisions: Any) -> Any:
@@ -57,13 +61,37 @@ def _no_gradient(primals: Any, tangents: Any, **decisions: Any) -> Any:
     )
 
 
+# On every operand that has a derivative elsewhere: what is dropped on the way through a kernel would be a zero.
+plan_p = Primitive("splitk_plan")
+plan_p.multiple_results = True
+plan_p.def_impl(lambda *operands, **decisions: operands)
+plan_p.def_abstract_eval(lambda *operands, **decisions: operands)
+mlir.register_lowering(plan_p, _lower_plan)
+batching.primitive_batchers[plan_p] = lambda args, dims, **decisions: (plan_p.bind(*args, **decisions), dims)
 ad.primitive_jvps[plan_p] = _no_gradient
 
 
-def mark(q: jax.Array, *, plan: DecodePlan, window: int | None, softcap: float | None, sinks: bool) -> jax.Array:
-    """The queries [batch, q_len, num_q_heads, head_dim], with the call's static decisions on them."""
-    batch, q_len = q.shape[:2]
-    return plan_p.bind(q, plan=plan, batch=batch, q_len=q_len, window=window, softcap=softcap, sinks=sinks)
+def mark(
+    operands: tuple[jax.Array, ...],
+    optional: tuple[jax.Array | None, ...],
+    *,
+    plan: DecodePlan,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+    """The operands of a call with its static decisions on them.
+
+    Args:
+      operands: q [batch, q_len, num_q_heads, head_dim], and the others that there always are.
+      optional: those that may be None, and stay it.
+      plan, window, softcap: of the call.
+      sinks: whether it has any.
+    """
+    batch, q_len = operands[0].shape[:2]
+    flat, tree = jax.tree.flatten((operands, optional))
+    decisions = {"plan": plan, "batch": batch, "q_len": q_len, "window": window, "softcap": softcap, "sinks": sinks}
+    return jax.tree.unflatten(tree, plan_p.bind(*flat, **decisions))
 
 
 def _map_merge(args: Any, dims: Any, *, states: int, mapped: tuple[int, ...]) -> tuple[Any, Any]:

@@ -121,13 +121,18 @@ def _fold(outs: list[jax.Array], lses: list[jax.Array]) -> tuple[jax.Array, jax.
     largest = lses[0]
     for lse in lses[1:]:
         largest = jnp.maximum(largest, lse)
+    largest = jax.lax.stop_gradient(largest)  # what is shifted by it does not depend on it
     total = jnp.zeros_like(largest)
     merged = jnp.zeros(outs[0].shape, jnp.float32)
     for out, lse in zip(outs, lses, strict=True):
         # Equal infinities weigh 1 apart from -inf, whose out may hold anything.
-        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.where(lse == largest, 1.0, jnp.exp(lse - largest)))
+        empty = lse == -jnp.inf
+        below = jnp.where(empty | ((lse == largest) & jnp.isinf(largest)), 0.0, lse - largest)
+        weight = jnp.where(empty, 0.0, jnp.exp(below))
         total += weight
-        merged += jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
-    out = jnp.where(total[..., None] == 0, 0.0, merged / total[..., None])
+        merged += jnp.where(empty[..., None], 0.0, weight[..., None] * out.astype(jnp.float32))
+    none = total == 0
+    total = jnp.where(none, 1.0, total)  # so that derivatives, too, are 0 where nothing is attended
+    out = jnp.where(none[..., None], 0.0, merged / total[..., None])
     lse = jnp.where(jnp.isinf(largest), largest, largest + jnp.log(total))
     return out.astype(outs[0].dtype), lse

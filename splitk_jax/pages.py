@@ -63,8 +63,8 @@ class KVPages:
           head_dim_v: lanes of a value; `head_dim` when None.
           dtype: float32, bfloat16 or float16; or quantised: float8_e4m3fn, float8_e5m2 or int8.
           k_scale, v_scale: of quantised pages: a number or f32[] for all, f32[num_kv_heads], `"per_token"` for scales
-            that each write finds for each token and head, its largest magnitude over the dtype's largest value; None
-            for 1.
+            that each write finds for each token and head, its largest magnitude over the dtype's largest value (of
+            magnitudes above 1.7e38, as of those); None for 1.
 
         Raises:
           ValueError, TypeError: an argument that is not accepted, or a pool of more slots than an int32 counts.
@@ -120,9 +120,9 @@ class KVPages:
           ValueError, TypeError: shapes or dtypes that are not accepted.
         """
         self._require_valid()
-        k, v = checks.as_array("k", k), checks.as_array("v", v)
-        positions = checks.as_array("positions", positions)
-        block_tables = checks.as_array("block_tables", block_tables)
+        k, v = checks.as_array("k", k, *FLOAT_DTYPES), checks.as_array("v", v, *FLOAT_DTYPES)
+        positions = checks.as_array("positions", positions, "int32")
+        block_tables = checks.as_array("block_tables", block_tables, "int32")
         if positions.ndim not in (1, 2):
             raise ValueError(f"positions must be [batch] or [batch, num_tokens], got shape {list(positions.shape)}")
         batch = positions.shape[0]
@@ -161,7 +161,11 @@ class KVPages:
           ValueError, TypeError: shapes or dtypes that are not accepted.
         """
         self._require_valid()
-        k, v, slots = checks.as_array("k", k), checks.as_array("v", v), checks.as_array("slots", slots)
+        k, v, slots = (
+            checks.as_array("k", k, *FLOAT_DTYPES),
+            checks.as_array("v", v, *FLOAT_DTYPES),
+            checks.as_array("slots", slots, "int32"),
+        )
         checks.require_shape("slots", slots, (slots.shape[0] if slots.ndim else "n",))
         checks.require_dtype("slots", slots, "int32")
         checks.require_shape("k", k, (slots.shape[0], *self.k_pages.shape[2:]))
@@ -198,7 +202,7 @@ class KVPages:
         Raises:
           ValueError, TypeError: shapes or dtypes that are not accepted.
         """
-        k, v = checks.as_array("k", k), checks.as_array("v", v)
+        k, v = checks.as_array("k", k, *FLOAT_DTYPES), checks.as_array("v", v, *FLOAT_DTYPES)
         page_size = whole_number("page_size", page_size)
         checks.require_shape("k", k, ("batch", "length", "num_kv_heads", "head_dim"))
         checks.require_shape("v", v, (*k.shape[:3], "head_dim_v"))
@@ -232,7 +236,7 @@ class KVPages:
           [0, max_pages_per_seq * page_size].
         """
         self._require_valid()
-        block_tables = checks.as_array("block_tables", block_tables)
+        block_tables = checks.as_array("block_tables", block_tables, "int32")
         batch = block_tables.shape[0] if block_tables.ndim else 0
         block_tables, seq_lens = checks.table_arguments(block_tables, seq_lens, batch=batch, page_size=self.page_size)
         length = block_tables.shape[1] * self.page_size
@@ -294,10 +298,10 @@ def _new_scale(name: str, scale: Any, pages: Any) -> jax.Array | None:
             f"{name}={scale!r} must be a number, an array float32[num_kv_heads] or {PER_TOKEN!r}, got"
             f" {type(scale).__name__}: give it as an array"
         )
-    elif getattr(scale, "ndim", 0) > 1:
+    elif getattr(scale, "shape", ()) not in ((), pages.shape[2:3]):
         raise ValueError(
-            f"{name} must be a number, [num_kv_heads] or {PER_TOKEN!r}, got shape {list(scale.shape)}: scales of each"
-            " token are for the writes to find"
+            f"{name} must be a number, [num_kv_heads]={list(pages.shape[2:3])} or {PER_TOKEN!r}, got shape"
+            f" {list(scale.shape)}: scales of each token are for the writes to find"
         )
     scale = checks.kv_scale(name, scale, pages)
     return None if scale is None else jnp.array(scale)
@@ -318,7 +322,9 @@ def _stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> tuple[jax.Arra
     if scale is not None:
         if scale.ndim == 3:
             scale = _own_scale(x, most)
-        x /= jnp.broadcast_to(_each(scale, x.shape[:-1])[..., None], x.shape)
+        # Of what is read as 0 anything may be stored, but NaN.
+        scale_of = jnp.where(jnp.abs(scale) < checks.SMALLEST, 1.0, scale)
+        x = _divide(x, jnp.broadcast_to(scale_of, x.shape[:-1])[..., None])
     # A cast alone makes NaN or infinity of what is too large.
     x = jnp.clip(x, -most, most)
     if whole:
@@ -332,12 +338,12 @@ def _own_scale(x: jax.Array, most: float) -> jax.Array:
     # The scale of an infinity is one by which `most` is finite, that of a subnormal one that is not 0. Of zeros it is
     # the least: a kernel brings the scales that a query attends to one size, which the largest decides.
     limits = jnp.finfo(jnp.float32)
-    return jnp.clip(largest / _each(most, largest.shape), limits.tiny, limits.max / (2 * most))
+    return jnp.clip(_divide(largest, most), limits.tiny, limits.max / (2 * most))
 
 
-def _each(x: jax.Array | float, shape: tuple[int, ...]) -> jax.Array:
-    """A divisor for each row and head: by one for all the compiler would multiply, with its reciprocal."""
-    return lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape))
+def _divide(x: jax.Array, by: jax.Array | float) -> jax.Array:
+    """x over one divisor for several numbers, with whose reciprocal the compiler would multiply: NaN have another."""
+    return x / jnp.where(jnp.isnan(x), 1.0, by)
 
 
 def _written(

@@ -196,6 +196,10 @@ class TestArguments:
     def test_softcap_0_is_none(self):
         assert_same_bits(self.paged.decode(self.plan, softcap=0), self.paged.decode(self.plan))
 
+    @pytest.mark.parametrize("softcap", [1e31, 1e37, 3.4e38])
+    def test_a_softcap_beyond_every_logit_is_none(self, softcap):
+        assert_same_bits(self.paged.decode(self.plan, softcap=softcap), self.paged.decode(self.plan))
+
     def test_one_query_token_with_and_without_its_axis(self):
         with_axis = self.paged.replace(q=self.paged.q[:, None]).decode(self.plan)
         assert_same_bits([x[:, 0] for x in with_axis], self.paged.decode(self.plan))

@@ -78,7 +78,7 @@ REFUSED = [
     ({"q": zeros(BATCH, 2, 3, 8)}, ValueError, r"q.shape\[2\]=3 must be 4: expected \[2, q_len, 4, 8\]"),
     ({"q": zeros(3, 4, 8)}, ValueError, r"q.shape\[0\]=3 is above the plan's row capacity 2: plan with"),
     ({"q": zeros(BATCH, 4, 8, dtype="bfloat16")}, TypeError, "q.dtype=bfloat16 must be float32; it is not"),
-    ({"q": zeros(BATCH, 4, 8, dtype="float64")}, TypeError, "q.dtype=float64 is not accepted and not cast"),
+    ({"q": zeros(BATCH, 4, 8, dtype="float64")}, TypeError, "q.dtype=float64 must be float32; it is not cast"),
     ({"k_pages": zeros(NUM_PAGES, 4, 2)}, ValueError, r"k_pages must be \[num_pages, 4, 2, 8\], got .* rank 3"),
     ({"k_pages": zeros(0, 4, 2, 8)}, ValueError, r"k_pages.shape\[0\]=0 must be at least 1"),
     ({"k_pages": zeros(NUM_PAGES, 8, 2, 8)}, ValueError, r"k_pages.shape\[1\]=8 must be 4"),
@@ -93,7 +93,7 @@ REFUSED = [
     ({"block_tables": ints(1, WIDTH)}, ValueError, r"block_tables.shape\[0\]=1 must be 2"),
     ({"block_tables": ints(BATCH, 0)}, ValueError, r"block_tables.shape\[1\]=0 must be at least 1"),
     ({"block_tables": zeros(BATCH, WIDTH)}, TypeError, "block_tables.dtype=float32 must be int32; it is not cast"),
-    ({"block_tables": zeros(BATCH, WIDTH, dtype="int64")}, TypeError, "block_tables.dtype=int64 is not accepted"),
+    ({"block_tables": zeros(BATCH, WIDTH, dtype="int64")}, TypeError, "block_tables.dtype=int64 must be int32"),
     ({"block_tables": zeros(BATCH, WIDTH, dtype="uint32")}, TypeError, "block_tables.dtype=uint32 must be int32"),
     ({"seq_lens": ints(BATCH, 1)}, ValueError, r"seq_lens must be \[2\], got shape \[2, 1\]"),
     ({"seq_lens": ints(3)}, ValueError, r"seq_lens.shape\[0\]=3 must be 2"),
@@ -151,16 +151,16 @@ REFUSED_SCALES = [
     (zeros(NUM_PAGES, PAGE_SIZE), ValueError, r"k_scale must be .* got shape \[6, 4\]"),
     (zeros(NUM_PAGES + 1, PAGE_SIZE, KV_HEADS), ValueError, r"k_scale must be .* got shape \[7, 4, 2\]"),
     (zeros(2, dtype="bfloat16"), TypeError, "k_scale.dtype=bfloat16 must be float32; it is not cast for you"),
-    (np.float16(1), TypeError, "k_scale.dtype=float16 must be float32"),
+    (np.float32(0), ValueError, "k_scale=.* must be finite and above 0"),
     (ints(2), TypeError, "k_scale.dtype=int32 must be float32"),
-    (zeros(2, dtype="float64"), TypeError, "k_scale.dtype=float64 is not accepted and not cast"),
+    (zeros(2, dtype="float64"), TypeError, "k_scale.dtype=float64 must be float32; it is not cast"),
     (0, ValueError, "k_scale=0 must be finite and above 0"),
     (-1.0, ValueError, "k_scale=-1.0 must be finite and above 0"),
     (float("nan"), ValueError, "k_scale=nan must be finite and above 0"),
     (1e300, ValueError, r"k_scale=1e\+300 must be finite and above 0 as a float32"),
     (True, TypeError, "k_scale=True must be a number"),
-    ("per_token", TypeError, "k_scale must be a jax or numpy array, got str"),
-    ([1.0, 1.0], TypeError, "k_scale must be a jax or numpy array, got list"),
+    ("per_token", TypeError, "k_scale='per_token' must be a number or a jax or numpy array of float32, got str"),
+    ([1.0, 1.0], TypeError, "k_scale=.* must be a number or a jax or numpy array of float32, got list"),
 ]
 
 
@@ -213,9 +213,7 @@ class TestDecode:
         with jax.enable_x64(True):
             with refused(TypeError, "seq_lens.dtype=int64 must be int32; it is not cast for you"):
                 decode(seq_lens=jnp.zeros(BATCH, jnp.int64))
-            with refused(
-                TypeError, "q.dtype=float64 must be float32; it is not cast for you: plan with q_dtype='float64', or"
-            ):
+            with refused(TypeError, "q.dtype=float64 must be float32; it is not cast for you: cast it"):
                 decode(q=jnp.zeros(DECODE["q"].shape, jnp.float64))
 
     def test_batch_zero_and_scalars_of_any_float_are_accepted(self):
@@ -387,7 +385,11 @@ class TestPages:
             ({"slots": zeros(5, dtype="int8")}, TypeError, "slots.dtype=int8 must be int32"),
             ({"slots": ints(4)}, ValueError, r"k.shape\[0\]=5 must be 4"),
             ({"v": zeros(5, KV_HEADS, HEAD_DIM)}, ValueError, r"v.shape\[2\]=8 must be 6"),
-            ({"k": zeros(5, KV_HEADS, HEAD_DIM, dtype="complex64")}, TypeError, "k.dtype=complex64 is not accepted"),
+            (
+                {"k": zeros(5, KV_HEADS, HEAD_DIM, dtype="complex64")},
+                TypeError,
+                "k.dtype=complex64 must be float32 or bfloat16 or float16",
+            ),
         ],
         ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
     )
@@ -622,6 +624,17 @@ def test_validate_batch_knows_the_plan_and_the_window():
         sk.validate_batch(tables, lens, num_pages=9, page_size=16, plan=plan, window=33)
     with pytest.raises(ValueError, match=r"seq_lens\[0\]=80 is outside \[0, 64\]"):
         sk.validate_batch(tables, np.array([80], np.int32), num_pages=9, page_size=16, plan=plan)
+    with pytest.raises(ValueError, match="page_size=8 must be the plan's, 16"):
+        sk.validate_batch(tables, lens, num_pages=9, page_size=8, plan=plan)
+
+
+def test_validate_batch_knows_the_query_tokens():
+    """The first of several attends from earlier on than the last."""
+    tables, lens = np.array([[-1, 1, 2]], np.int32), np.array([33], np.int32)
+    sk.validate_batch(tables, lens, num_pages=3, page_size=16, window=17)
+    sk.validate_batch(tables, lens, num_pages=3, page_size=16, window=14, q_len=4)
+    with pytest.raises(ValueError, match=r"block_tables\[0, 0\]=-1 is live"):
+        sk.validate_batch(tables, lens, num_pages=3, page_size=16, window=15, q_len=4)
 
 
 @pytest.mark.parametrize("value", ["no", 1, None])

@@ -542,10 +542,19 @@ class TestTheMark:
         text = jax.jit(decode).lower(*arguments()).as_text()
         assert "splitk_plan" not in text
 
-    def test_a_gradient_says_that_there_is_none(self):
+    @pytest.mark.parametrize("name", ["q", "k_pages", "v_pages", "sm_scale", "sinks"])
+    def test_a_gradient_says_that_there_is_none(self, name):
         arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arguments())
-        with pytest.raises(NotImplementedError, match="paged_decode_attention has no gradient"):
-            jax.grad(lambda q: decode(q, *arrays[1:]).sum())(arrays[0])
+        operands = dict(zip(("q", "k_pages", "v_pages", "block_tables", "seq_lens"), arrays, strict=True))
+        operands |= {"sm_scale": jnp.float32(1), "sinks": jnp.zeros(PLAN.num_q_heads)}
+
+        def call(x):
+            return sk.paged_decode_attention(**operands | {name: x}, plan=PLAN).astype(jnp.float32).sum()
+
+        x = operands[name]
+        for differentiate in (jax.grad(call), jax.jit(jax.grad(call)), lambda x: jax.jvp(call, (x,), (x,))):
+            with pytest.raises(NotImplementedError, match="paged_decode_attention has no gradient"):
+                differentiate(x)
 
     def test_equal_plans_are_one_call(self):
         twin = dataclasses.replace(PLAN)

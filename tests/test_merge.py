@@ -211,6 +211,17 @@ class TestKernel:
             np.testing.assert_allclose(a, b, rtol=1e-6)
         check_grads(lambda outs, lses: sk.merge_states(outs, lses), (outs, lses), order=1, rtol=0.1)
 
+    def test_gradients_of_equal_and_of_empty_states(self):
+        """Of equal weights, as of others; and 0, not NaN, where all states are empty."""
+        outs, lses = jnp.array([[[1.0], [5.0]], [[3.0], [7.0]]]), jnp.array([[0.0, -jnp.inf], [0.0, -jnp.inf]])
+
+        def merged(lses):
+            out, lse = sk.merge_states(outs, lses)
+            return out.sum() + jnp.where(jnp.isinf(lse), 0.0, lse).sum()
+
+        np.testing.assert_allclose(jax.grad(merged)(lses), [[0.5 - 0.5, 0], [0.5 + 0.5, 0]], rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(lambda outs: sk.merge_states(outs, lses)[0].sum())(outs)[:, 0, 0], 0.5)
+
     def test_inside_transformations(self):
         """Of what varies over a mesh, or is sharded on one with explicit axes, XLA makes it; of the rest the kernel."""
         outs, lses, _ = states_of((5, 9))

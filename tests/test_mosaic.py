@@ -590,6 +590,13 @@ class TestCallsThatAreRefused:
         ):
             sk.paged_decode_attention(*map(jnp.asarray, self.case.arrays), plan=self.plan())
 
+    def test_lowering_for_another_platform(self):
+        plan = Case((4, 2), 64).plan(Case((4, 2), 64).policy())
+        call = functools.partial(sk.paged_decode_attention, plan=plan)
+        traced = jax.jit(call).trace(*map(jnp.asarray, self.case.arrays))
+        with pytest.raises(NotImplementedError, match=r"^platform cpu: .*sm_90 GPU.*reference.*lowering_platforms="):
+            traced.lower(lowering_platforms=("cpu",))
+
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this process has a GPU")
     @pytest.mark.parametrize("choice", [{"environ": {"SPLITK_JAX_KERNEL": "reference"}}, {"backend": "reference"}])
     def test_the_other_backend_serves_the_same_call_here(self, choice):

@@ -357,6 +357,42 @@ class TestQuantised:
         expected = after_quantised_write(pages, k[at], v[at], slots)
         assert_same_bits(jax.jit(sk.KVPages.append)(pages, k, v, tables, positions), expected)
 
+    @pytest.mark.parametrize("rows", ["float32", "bfloat16"])
+    def test_compiled_writes_divide_too(self, rows):
+        """And do not multiply with a reciprocal: 2.25 over this scale is below 63.5, and times its reciprocal above."""
+        scale = np.float32(4.5 / 127)
+        k = jnp.asarray(3 * np.random.default_rng(0).standard_normal((64, KV_HEADS, HEAD_DIM)), rows).at[0].set(2.25)
+        pages = sk.KVPages.init(
+            num_pages=16, page_size=4, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="int8", k_scale=scale
+        )
+        got = jax.jit(sk.KVPages.write)(pages, k, k, np.arange(64, dtype=np.int32)).k_pages.reshape(k.shape)
+        np.testing.assert_array_equal(got, np.clip(np.rint(np.asarray(k, np.float32) / scale), -127, 127))
+        assert np.all(got[0] == 63)
+
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    def test_a_batch_of_writes_finds_the_scales_that_each_finds_alone(self, dtype):
+        k, slots = tokens(12, 3)[0], np.arange(3, dtype=np.int32)
+
+        def scale(k):
+            return quantised_pool(dtype, "token").write(k, k[..., :HEAD_DIM_V], slots).k_scale
+
+        assert_same_bits([jax.vmap(scale)(k)], [np.stack([scale(row) for row in k])])
+
+    @pytest.mark.parametrize("dtype", QUANTISED)
+    @pytest.mark.parametrize("least", [0.0, 1e-40])
+    def test_of_a_scale_of_0_no_nan_is_stored(self, dtype, least):
+        scale = np.array([least] + [0.5] * (KV_HEADS - 1), np.float32)
+        pages = sk.KVPages.init(
+            num_pages=1, page_size=4, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, k_scale=scale
+        )
+        k = np.zeros((2, KV_HEADS, HEAD_DIM), np.float32)
+        k[1] = 3
+        got, _ = pages.write(k, k, np.arange(2, dtype=np.int32)).to_contiguous(
+            np.zeros((1, 1), np.int32), np.full(1, 2, np.int32)
+        )
+        np.testing.assert_array_equal(got[0, :2, 1:], k[:, 1:])
+        np.testing.assert_allclose(got[0, :2, 0], 0, atol=1e-37)
+
     @pytest.mark.parametrize("dtype", QUANTISED)
     def test_ties_round_to_even(self, dtype):
         # Halfway between neighbours of each dtype.

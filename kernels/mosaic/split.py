@@ -25,15 +25,12 @@ from jax import lax
 from splitk_jax.kernels.mosaic import access, schedule
 from splitk_jax.kernels.mosaic.fold import finish, fold, fold_sink, to_whole
 from splitk_jax.kernels.mosaic.schedule import Row, Schedule, Work
-from splitk_jax.kernels.partials import LOG2E, SplitPartials, choose, rescale
+from splitk_jax.kernels.partials import LOG2E, NO_CAP, SplitPartials, choose, rescale
 from splitk_jax.plan import RUN_SPLITS, DecodePlan, split_range
 from splitk_jax.tiles import REDUCTION_BYTES, ROWS, SCALE_HEADS, WARPGROUP
 
 Layout = plgpu.Layout
 PER_HEAD = Layout.WGMMA.reduce(0)
-NO_CAP = 2.0**100
-"""A softcap from which on it caps nothing that a float32 logit can be, to the last bit but for overflows."""
-
 LIFT = 14.0
 """The power of two that the largest weight of a step is near to, where weights are float16; 2**15.5 would overflow."""
 

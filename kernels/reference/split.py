@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from splitk_jax.kernels.partials import LOG2E, SplitPartials, rescale, to_bfloat16
+from splitk_jax.kernels.partials import LOG2E, NO_CAP, SplitPartials, rescale, to_bfloat16
 from splitk_jax.kernels.reference import loops
 from splitk_jax.plan import DecodePlan, split_range
 
@@ -82,7 +82,7 @@ def split(
                 if k_scale is not None:
                     logits *= _scale(k_scale, pages, slots)
                 logits *= sm_scale
-                if softcap is not None:
+                if softcap is not None and softcap < NO_CAP:
                     logits = softcap * jnp.tanh(logits / softcap)
                 logits = jnp.where(live, logits * LOG2E, -jnp.inf)
                 m = jnp.maximum(acc.m, jnp.max(logits, axis=-1)) + poison
