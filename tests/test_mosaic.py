@@ -590,6 +590,7 @@ class TestCallsThatAreRefused:
         ):
             sk.paged_decode_attention(*map(jnp.asarray, self.case.arrays), plan=self.plan())
 
+    @needs_mosaic
     def test_lowering_for_another_platform(self):
         plan = Case((4, 2), 64).plan(Case((4, 2), 64).policy())
         call = functools.partial(sk.paged_decode_attention, plan=plan)
