@@ -174,9 +174,8 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    decisions = {"plan": plan, "window": window, "softcap": softcap, "sinks": sinks is not None}
-    (q, k_pages, v_pages, sm_scale), (sinks, k_scale, v_scale) = marks.mark(
-        (q, k_pages, v_pages, sm_scale), (sinks, k_scale, v_scale), **decisions
+    q, k_pages, v_pages, sm_scale, sinks, k_scale, v_scale = marks.mark(
+        q, k_pages, v_pages, sm_scale, sinks, k_scale, v_scale, plan=plan, window=window, softcap=softcap
     )
     if q.shape[0] == 0:
         return jnp.zeros((*q.shape[:-1], plan.head_dim_v), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from splitk_jax.plan import MAX_TOKENS, USE_REFERENCE, DecodePlan
+from splitk_jax.plan import LOWER_ELSEWHERE, MAX_TOKENS, USE_REFERENCE, DecodePlan
 from splitk_jax.target import FLOAT_DTYPES, KV_DTYPES, QUANTISED_DTYPES, whole_number
 
 MOSAIC_JAX = (0, 11)
@@ -309,7 +309,7 @@ def require_served_by_mosaic(
     if not on_hopper():
         device = jax.devices()[0]
         or_elsewhere = (
-            "trace and lower it with .trace(...).lower(lowering_platforms=('cuda',)) for another machine"
+            LOWER_ELSEWHERE
             if plan.policy.ahead_of_time
             else "say load_policy(..., ahead_of_time=True) to lower for another machine"
         )

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from splitk_jax.plan import USE_REFERENCE, DecodePlan, versions
+from splitk_jax.plan import LOWER_ELSEWHERE, USE_REFERENCE, DecodePlan, versions
 from splitk_jax.policy import INSPECTING
 
 DECODE_NAME = re.compile(r"splitk_decode_s(\d+)_(t\d+(?:x\d+)?)_([a-z]+)_([0-9a-f]{16})")
@@ -43,13 +43,22 @@ def inspecting() -> Generator[None]:
         INSPECTING.reset(token)
 
 
+def _identity(name: str) -> Primitive:
+    """A primitive that gives back its operands."""
+    mark_p = Primitive(name)
+    mark_p.multiple_results = True
+    mark_p.def_impl(lambda *operands, **decisions: operands)
+    mark_p.def_abstract_eval(lambda *operands, **decisions: operands)
+    return mark_p
+
+
 def _lower_plan(ctx: Any, *operands: Any, plan: DecodePlan, **decisions: Any) -> Any:
     del decisions
     platforms = ctx.module_context.platforms
     if plan.backend == "mosaic" and "cuda" not in platforms:
         raise NotImplementedError(
-            f"platform {', '.join(platforms)}: the mosaic backend needs an sm_90 GPU; {USE_REFERENCE}, or lower for"
-            " another machine with .trace(...).lower(lowering_platforms=('cuda',))"
+            f"platform {', '.join(platforms)}: the mosaic backend needs an sm_90 GPU; {USE_REFERENCE}, or"
+            f" {LOWER_ELSEWHERE}"
         )
     return operands
 
@@ -62,36 +71,30 @@ def _no_gradient(primals: Any, tangents: Any, **decisions: Any) -> Any:
 
 
 # On every operand that has a derivative elsewhere: what is dropped on the way through a kernel would be a zero.
-plan_p = Primitive("splitk_plan")
-plan_p.multiple_results = True
-plan_p.def_impl(lambda *operands, **decisions: operands)
-plan_p.def_abstract_eval(lambda *operands, **decisions: operands)
+plan_p = _identity("splitk_plan")
 mlir.register_lowering(plan_p, _lower_plan)
 batching.primitive_batchers[plan_p] = lambda args, dims, **decisions: (plan_p.bind(*args, **decisions), dims)
 ad.primitive_jvps[plan_p] = _no_gradient
 
 
 def mark(
-    operands: tuple[jax.Array, ...],
-    optional: tuple[jax.Array | None, ...],
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    sm_scale: jax.Array,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
     *,
     plan: DecodePlan,
     window: int | None,
     softcap: float | None,
-    sinks: bool,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
-    """The operands of a call with its static decisions on them.
-
-    Args:
-      operands: q [batch, q_len, num_q_heads, head_dim], and the others that there always are.
-      optional: those that may be None, and stay it.
-      plan, window, softcap: of the call.
-      sinks: whether it has any.
-    """
-    batch, q_len = operands[0].shape[:2]
-    flat, tree = jax.tree.flatten((operands, optional))
-    decisions = {"plan": plan, "batch": batch, "q_len": q_len, "window": window, "softcap": softcap, "sinks": sinks}
-    return jax.tree.unflatten(tree, plan_p.bind(*flat, **decisions))
+) -> list[Any]:
+    """The differentiable operands of a call, q as [batch, q_len, num_q_heads, head_dim], with its static decisions."""
+    batch, q_len = q.shape[:2]
+    flat, tree = jax.tree.flatten([q, k_pages, v_pages, sm_scale, sinks, k_scale, v_scale])
+    decisions = {"window": window, "softcap": softcap, "sinks": sinks is not None}
+    return jax.tree.unflatten(tree, plan_p.bind(*flat, plan=plan, batch=batch, q_len=q_len, **decisions))
 
 
 def _map_merge(args: Any, dims: Any, *, states: int, mapped: tuple[int, ...]) -> tuple[Any, Any]:
@@ -99,10 +102,7 @@ def _map_merge(args: Any, dims: Any, *, states: int, mapped: tuple[int, ...]) ->
     return merge_p.bind(*args, states=states, mapped=(*mapped, size)), dims
 
 
-merge_p = Primitive("splitk_merge")
-merge_p.multiple_results = True
-merge_p.def_impl(lambda *operands, **decisions: operands)
-merge_p.def_abstract_eval(lambda *operands, **decisions: operands)
+merge_p = _identity("splitk_merge")
 mlir.register_lowering(merge_p, lambda ctx, *operands, **decisions: operands)
 batching.primitive_batchers[merge_p] = _map_merge
 # A merge has gradients; its linear part is no second merge.

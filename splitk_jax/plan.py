@@ -30,6 +30,7 @@ from splitk_jax.tiles import (
 )
 
 USE_REFERENCE = "use the reference backend (load_policy(..., backend='reference') or SPLITK_JAX_KERNEL=reference)"
+LOWER_ELSEWHERE = "trace and lower it with .trace(...).lower(lowering_platforms=('cuda',)) for another machine"
 
 PARTIAL_DTYPES = ("float32", "bfloat16")
 
